@@ -1,0 +1,74 @@
+"""Tokens per second, model FLOP utilisation and peak memory between two logs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+# Dense bf16 peak of the cards people train on, in FLOP/s, from their data sheets (the word is looked for in the device's name).
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
+
+
+class Throughput:
+    """Counts real tokens (no padding) on the device, without waiting for it, and turns them into rates when a log is due.
+
+    MFU follows PaLM (Chowdhery et al. 2022, appendix B): 6 FLOPs per parameter and token, 4 where the parameter is frozen
+    (no weight gradient), over the card's dense bf16 peak; it is left out on devices whose peak is not known.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        self.flops_per_token = 6 * trained + 4 * frozen
+        self.device = device
+        self.peak_flops = self._peak(device)
+        self._tokens: torch.Tensor | int = 0
+        self._restored = 0
+        self._last = (0, 0, time.perf_counter())  # tokens, step, clock at the last log
+
+    @staticmethod
+    def _peak(device: torch.device) -> float | None:
+        if device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(device)
+        return next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
+
+    def start(self, step: int) -> None:
+        """Start the clock: at the first step, after what has only to do with starting up."""
+        self._last = (self.session_tokens(), step, time.perf_counter())
+
+    def count(self, inputs: dict[str, Any]) -> None:
+        """Add a batch's real tokens: attention_mask of ones, or seq_idx of at least 0."""
+        real = inputs["seq_idx"] >= 0 if "seq_idx" in inputs else inputs["attention_mask"]
+        self._tokens = self._tokens + real.sum()
+
+    def session_tokens(self) -> int:
+        return int(self._tokens)
+
+    def total_tokens(self) -> int:
+        """Tokens of this process since the run's first step, over interruptions."""
+        return self._restored + self.session_tokens()
+
+    def restore(self, tokens: int) -> None:
+        self._restored = tokens
+
+    def drain(self, step: int) -> dict[str, float]:
+        """Rates since the last call. Tokens are this process's own."""
+        tokens, clock = self.session_tokens(), time.perf_counter()
+        since_tokens, since_step, since_clock = self._last
+        self._last = (tokens, step, clock)
+        seconds = max(clock - since_clock, 1e-9)
+        rate = (tokens - since_tokens) / seconds
+        logs = {
+            "num_tokens": float(self.total_tokens()),
+            "tokens_per_second": rate,
+            "seconds_per_step": seconds / max(step - since_step, 1),
+        }
+        if self.peak_flops:
+            logs["mfu"] = rate * self.flops_per_token / self.peak_flops
+        if self.device.type == "cuda":
+            logs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return logs

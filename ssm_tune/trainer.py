@@ -1,0 +1,272 @@
+"""One trainer for SFT and pretraining: TRL's SFTTrainer with prepared rows, exact resume and an honest loss.
+
+Why a subclass of SFTTrainer and not of transformers' Trainer: it calls the backbone and a chunked language-model head, so
+full logits are never built, and it passes document borders to the backbone where the stock causal LM drops them. What it does
+to data is not used here: rows arrive tokenised, labelled and packed (`ssm_tune.data`), since its packing cannot be told apart
+from leaking for models that ignore `seq_idx`, and its assistant-only loss needs a template with generation markers.
+
+What is added: losses that are sums over tokens until they are logged (so an eval loss does not depend on the batch size), no
+device synchronisation per micro-batch, a stop at the first loss that is not finite, checkpoints that appear whole, and a resumed
+run whose numbers are those of an unbroken one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import rotate_checkpoints
+from trl import SFTConfig, SFTTrainer
+
+from ssm_tune import adapter
+from ssm_tune.optimizer import decayed_parameter_names
+from ssm_tune.run_folder import RunFolder, Stopped, is_disk_full
+from ssm_tune.throughput import Throughput
+
+logger = logging.getLogger(__name__)
+_WINDOW = "window.json"  # what the trainer has summed up since its last log, beside the checkpoint's own files
+
+
+class LossSums:
+    """Sums over tokens, kept on the device: negative log-likelihood, entropy, hits and how many tokens they cover."""
+
+    def __init__(self) -> None:
+        self.totals: torch.Tensor | None = None  # (4,)
+
+    def add(self, outputs: Any, per_token_loss: torch.Tensor) -> None:
+        dtype = torch.float32 if per_token_loss.device.type == "mps" else torch.float64  # mps has no float64
+        values = (per_token_loss, outputs.entropy, outputs.is_top1, outputs.label_mask)
+        sums = torch.stack([value.detach().sum().to(dtype) for value in values])
+        self.totals = sums if self.totals is None else self.totals + sums
+
+    def drain(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Means over all tokens of all processes since the last call, and start again."""
+        if self.totals is None:
+            return {}
+        nll, entropy, hits, tokens = gather(self.totals[None]).sum(0).tolist()
+        self.totals = None
+        tokens = max(tokens, 1.0)
+        return {"loss": nll / tokens, "entropy": entropy / tokens, "mean_token_accuracy": hits / tokens}
+
+
+class SSMTrainer(SFTTrainer):
+    """Trains a patched model on prepared rows and writes into a run folder.
+
+    Args:
+        model: a patched causal LM, or a PEFT model round one.
+        args: SFTConfig whose packing is off (rows are packed already) and whose output_dir is the folder's `checkpoints`.
+        folder: where artefacts go.
+        collator: makes batches of input_ids, labels, borders and `rows` (batch, n), the numbers of the source rows.
+        row_name: names a source row for messages.
+
+    Raises:
+        Stopped: the loss or the gradient norm is not finite, or the disk is full while a checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: SFTConfig,
+        *,
+        folder: RunFolder,
+        tokenizer: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        collator: Any,
+        row_name: Callable[[int], str] = str,
+        callbacks: list[Any] | None = None,
+    ) -> None:
+        args.dataset_kwargs = {"skip_prepare_dataset": True}
+        args.remove_unused_columns = False
+        args.logging_nan_inf_filter = False  # it would log an average in the place of a NaN
+        self.folder = folder
+        self.row_name = row_name
+        self.sums = {"train": LossSums(), "eval": LossSums()}
+        self.throughput: Throughput | None = None
+        self._unchecked: list[tuple[int, torch.Tensor | None, torch.Tensor]] = []  # step, rows, value: perhaps not finite
+        self._staging: Path | None = None  # where a checkpoint is being written
+        super().__init__(
+            model=model,
+            args=args,
+            processing_class=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=collator,
+            callbacks=callbacks,
+        )
+        for parameter in self.model.parameters():
+            # SFTTrainer casts the adapters of a quantised model to bfloat16; what is trained here has fp32 masters.
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+        self.throughput = Throughput(self.model, self.args.device)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The run folder's own card is written at the end; checkpoints need none."""
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        return decayed_parameter_names(model)
+
+    # -- loss -----------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The sum of the tokens' losses over the number of tokens of the whole (accumulated, global) batch."""
+        rows = inputs.pop("rows", None)
+        training = self.model.training
+        if training:
+            self.check_finite()
+            self.throughput.count(inputs)
+        if return_outputs or self.label_smoother is not None or self.compute_loss_func is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs["use_cache"] = False
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        outputs = model(**inputs, fused_lm_head=True)
+        per_token_loss = -outputs.log_probs  # zero where there is no label
+        self.sums["train" if training else "eval"].add(outputs, per_token_loss)
+        if self.args.loss_type == "dft":  # Dynamic Fine-Tuning, arXiv 2508.05629: weighted by the token's own probability
+            per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = per_token_loss.sum() / torch.as_tensor(tokens, device=per_token_loss.device).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP and FSDP average over ranks
+        if self.aux_loss_enabled:
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        if training:
+            self._expect_finite(loss.detach(), rows)
+        return loss
+
+    def _expect_finite(self, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Note a value to be checked: at once on the CPU; elsewhere one micro-batch later, when it costs no waiting."""
+        self._unchecked.append((self.state.global_step + 1, rows, value))
+        if value.device.type == "cpu":
+            self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raises Stopped, naming step, rows and the last good checkpoint, if a loss or gradient norm was not finite."""
+        pending, self._unchecked = self._unchecked, []
+        for step, rows, value in pending:
+            if torch.isfinite(value).all():
+                continue
+            numbers = [] if rows is None else [row for row in rows.flatten().tolist() if row >= 0]
+            what = f"the loss is {value.item()}" if numbers else f"the norm of the gradients is {value.item()}"
+            where = f" on {', '.join(self.row_name(number) for number in numbers[:20])}" if numbers else ""
+            more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
+            found = self.folder.list_checkpoints()
+            good = f"The last good checkpoint is {found[-1]}; --resume goes on from it." if found else "No checkpoint was written yet."
+            raise Stopped(
+                f"step {step}: {what}{where}{more}. {good} A lower training.learning_rate or max_grad_norm, "
+                "or leaving those rows out, usually helps."
+            )
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if isinstance(norm, torch.Tensor):
+            self._expect_finite(norm.detach())
+        return norm
+
+    # -- logs -----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Put sums over all tokens and ranks in the place of averages of averages, and add throughput."""
+        if "loss" in logs:
+            means = self.sums["train"].drain(self.accelerator.gather)
+            logs.update(means)
+            logs.update(self.throughput.drain(self.state.global_step))
+        for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
+            prefix = key.removesuffix("loss")
+            for name, value in self.sums["eval"].drain(self.accelerator.gather).items():
+                logs[f"{prefix}{name}"] = value
+        self._metrics["train"].clear()
+        self._metrics["eval"].clear()
+        super().log(logs, start_time)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or self.args.output_dir)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write a checkpoint beside its place and rename it there; on a full disk nothing of it stays."""
+        self.check_finite()
+        target = self.folder.checkpoints / f"checkpoint-{self.state.global_step}"
+        if target in self.folder.list_checkpoints() and self.state.global_step > self._initial_global_step:
+            return  # this very step was saved a moment ago
+        self._staging = self.folder.checkpoints / ".partial"
+        staged = self._staging / target.name
+        try:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(self._staging, ignore_errors=True)
+                self._staging.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                if self.state.best_model_checkpoint == str(staged):
+                    self.state.best_model_checkpoint = str(target)
+                    self.state.save_to_json(str(staged / "trainer_state.json"))
+                (staged / _WINDOW).write_text(json.dumps(self._window()), encoding="utf-8")
+                self.folder.commit_checkpoint(staged)
+                rotate_checkpoints(
+                    output_dir=str(self.folder.checkpoints),
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=self.state.best_model_checkpoint,
+                    use_mtime=True,
+                )
+        except (OSError, RuntimeError) as error:
+            if not is_disk_full(error):
+                raise
+            found = self.folder.list_checkpoints()
+            last = f"the last whole checkpoint is {found[-1].name}" if found else "there is no earlier checkpoint"
+            raise Stopped(
+                f"step {self.state.global_step}: the disk is full while writing a checkpoint in {self.folder.checkpoints}; "
+                f"{last}. Free some space (training.save_total_limit keeps fewer) and use --resume."
+            ) from error
+        finally:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if adapter.is_adapted(self.model) and self.args.should_save:
+            adapter.save_ssm_parameters(self.model, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        adapted = adapter.is_adapted(self.model)
+        scope: AbstractContextManager[Any] = adapter.guard_lifted() if adapted else nullcontext()
+        with scope:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if adapted:
+            adapter.load_ssm_parameters(self.model, Path(resume_from_checkpoint))
+
+    def _window(self) -> dict[str, Any]:
+        """What is summed up since the last log: an unbroken run would have it in its next log."""
+        totals = self.sums["train"].totals
+        return {
+            "tr_loss": self._tr_loss.item(),
+            "last_logged": self._globalstep_last_logged,
+            "sums": None if totals is None else totals.tolist(),
+            "tokens": self.throughput.total_tokens(),
+        }
+
+    def restore_window(self, checkpoint: str | Path) -> None:
+        """Take up the sums of an interrupted log window (called when training begins)."""
+        window = json.loads((Path(checkpoint) / _WINDOW).read_text(encoding="utf-8"))
+        self._tr_loss += window["tr_loss"]
+        self._globalstep_last_logged = window["last_logged"]
+        if window["sums"] is not None:
+            self.sums["train"].totals = torch.tensor(window["sums"], dtype=torch.float64, device=self.args.device)
+        self.throughput.restore(window["tokens"])
