@@ -1,0 +1,26 @@
+"""The operations of state-space blocks, channel-last, one signature each; the fastest backend that works is chosen behind it.
+
+Works on tensors alone: knows nothing of recipes, families or models. Accumulates in float32, accepts any strides.
+`reference.py` is the readable truth; `backends.py` says what is chosen on a device, and why.
+"""
+
+from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, set_kernel_order
+from ssm_tune.kernels.conv import causal_conv1d, causal_conv1d_step
+from ssm_tune.kernels.norm import gated_rms_norm, rms_norm
+from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
+from ssm_tune.kernels.ssd import ssd_scan, ssd_step
+
+__all__ = [
+    "KernelChoice",
+    "KernelError",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "gated_rms_norm",
+    "kernel_report",
+    "rms_norm",
+    "selective_scan",
+    "selective_scan_step",
+    "set_kernel_order",
+    "ssd_scan",
+    "ssd_step",
+]

@@ -1,0 +1,45 @@
+"""The norms of state-space blocks: one signature, backends behind it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ssm_tune.kernels import backends
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019, eq. 4).
+
+    Args:
+        x: (..., dim). weight: (dim,).
+
+    Returns:
+        The shape and dtype of x; the mean and the product are computed in float32.
+
+    Raises:
+        ValueError: a weight that does not fit.
+    """
+    backends.check_shapes("rms_norm", weight=(weight, (x.shape[-1],)))
+    return backends.call("rms_norm", x, weight, eps)
+
+
+def gated_rms_norm(
+    y: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int | None = None, norm_before_gate: bool = False
+) -> Tensor:
+    """Mamba-2's norm after the scan: rms_norm(y * silu(z)), or rms_norm(y) * silu(z) with `norm_before_gate`.
+
+    Args:
+        y, z: (..., dim). weight: (dim,).
+        group_size: channels that share one mean, a divisor of dim; None: all of them (Mamba-2, section 7.3).
+
+    Returns:
+        The shape and dtype of y; computed in float32.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    dim = y.shape[-1]
+    backends.check_shapes("gated_rms_norm", z=(z, tuple(y.shape)), weight=(weight, (dim,)))
+    if dim % (group_size or dim):
+        raise ValueError(f"gated_rms_norm: {dim} channels are not a multiple of the group size {group_size}.")
+    return backends.call("gated_rms_norm", y, z, weight, eps, group_size, norm_before_gate)
