@@ -1,8 +1,30 @@
-"""What a recipe may say: one dataclass per YAML section, and one error for every mistake in it."""
+"""What a recipe may say: one dataclass per YAML section, and one error for every mistake in it.
+
+Reading a recipe imports neither torch nor transformers: its mistakes are told in under a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssm_tune.recipe_checks import Rule, check_keys, check_section, check_training, rules_of, show
+from ssm_tune.recipe_combinations import check_combinations
+from ssm_tune.recipe_paths import locate, resolve_paths
+from ssm_tune.recipe_text import (
+    Mistakes,
+    apply_overrides,
+    check_leaves,
+    escape_interpolations,
+    kind_of,
+    read_yaml,
+    resolve_interpolations,
+)
+from ssm_tune.training_fields import training_fields
 
 
 class RecipeError(ValueError):
@@ -11,3 +33,290 @@ class RecipeError(ValueError):
     def __init__(self, mistakes: str | Sequence[str]) -> None:
         self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
         super().__init__("\n".join(self.mistakes))
+
+
+def _setting(default: Any = None, *, interval: str = "", choices: tuple[str, ...] = (), annotation: str = "") -> Any:
+    metadata = {"interval": interval, "choices": choices} | ({"annotation": annotation} if annotation else {})
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelSection:
+    """`name`: a checkpoint (a Hub name or a folder); or `architecture` and the keys below it: from random weights."""
+
+    name: str | None = None
+    revision: str | None = None
+    dtype: str | None = _setting(choices=("float32", "bfloat16", "float16"))
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    attn_implementation: str | None = None
+    architecture: str | None = None
+    size: str | None = None
+    dimensions: dict[str, Any] = _setting({})
+    pattern: str | None = None
+    attention_ratio: float | None = _setting(interval="[0, 1]")
+    mlp_ratio: float | None = _setting(interval="[0, 1]")
+    layers: int | None = _setting(interval="[1, inf)")
+    attention_every: int | None = _setting(interval="[1, inf)")
+    mixer: str | None = None
+
+
+@dataclass
+class TokenizerSection:
+    """`name` None: the model's own. `chat_template`: a .jinja file. `train`: a BPE of `vocab_size` from the data."""
+
+    name: str | None = None
+    chat_template: str | None = None
+    train: bool = False
+    vocab_size: int | None = _setting(interval="[257, inf)")
+
+
+@dataclass
+class DataSource:
+    """One data set: a file, a folder or a Hub name (`owner/name`, or `owner/name:subset` where it has several).
+
+    columns: the role of each column by role, e.g. {prompt: question, completion: answer}; None: recognised by name.
+    weight: how often its rows are drawn against the other sources'; None: all rows once.
+    """
+
+    path: str = ""
+    split: str = "train"
+    weight: float | None = _setting(interval="(0, inf)")
+    columns: dict[str, str] | None = None
+
+
+@dataclass
+class DataSection:
+    """What is trained on, and what is held out: `eval`, or the share `eval_fraction` of `train`.
+
+    too_long: rows of more than training.max_length tokens are cut or dropped. isolate False: packed documents see
+    each other. batch_tokens: tokens of an optimizer step; sets gradient accumulation.
+    """
+
+    train: list[DataSource] = _setting([])
+    eval: list[DataSource] | None = None
+    eval_fraction: float | None = _setting(interval="(0, 1)")
+    too_long: str = _setting("cut", choices=("cut", "drop"))
+    isolate: bool = True
+    batch_tokens: int | None = _setting(interval="[1, inf)")
+
+
+@dataclass
+class AdapterSection:
+    """LoRA and its variants. targets: "all", "portable" or names of projections; train_also: whole SSM parameters."""
+
+    method: str = _setting("lora", choices=("lora", "full"))
+    r: int = _setting(16, interval="[1, inf)")
+    lora_alpha: float = _setting(32, interval="(0, inf)")
+    lora_dropout: float = _setting(0.0, interval="[0, 1)")
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: list[str] | None = None
+    targets: Any = _setting("all", annotation="str | list[str]")
+    train_also: list[str] = _setting([], choices=("A_log", "D", "dt_bias", "conv1d"))
+
+
+@dataclass
+class KernelsSection:
+    """order: which kernel backends are tried, first to last. required: a fallback is an error."""
+
+    order: list[str] | None = None
+    required: bool = False
+    self_check: bool = True
+
+
+@dataclass
+class EvaluationSection:
+    """What `ssm-tune eval` measures on the finished run: lm-eval tasks, `limit` rows of each, held-out perplexity."""
+
+    tasks: list[str] = _setting([])
+    limit: int | None = _setting(interval="[1, inf)")
+    perplexity: bool = False
+    allow_code_execution: bool = False
+
+
+@dataclass
+class HubSection:
+    """push: upload the adapter, or the merged model, to `repo` when the run is complete. Private unless told."""
+
+    push: str | None = _setting(choices=("adapter", "merged"))
+    repo: str | None = None
+    private: bool = True
+
+
+@dataclass
+class Recipe:
+    """One run. `adapter` None: full fine-tuning. `training`: SFTConfig's fields, only those that were written."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
+    data: DataSection = field(default_factory=DataSection)
+    adapter: AdapterSection | None = None
+    kernels: KernelsSection = field(default_factory=KernelsSection)
+    training: dict[str, Any] = field(default_factory=dict)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    hub: HubSection = field(default_factory=HubSection)
+    source: Path | None = field(default=None, compare=False)
+    text: str = field(default="", compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.source.stem if self.source is not None else "recipe"
+
+    def to_yaml(self) -> str:
+        """The recipe with its overrides, defaults and resolved paths; reads back as an equal Recipe."""
+        from omegaconf import OmegaConf
+
+        sections = {}
+        for section in SECTIONS:
+            value = getattr(self, section)
+            values = value if isinstance(value, dict) else _written(value)
+            if values:
+                sections[section] = values
+        return OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(sections)))
+
+
+SECTIONS = {
+    "model": ModelSection,
+    "tokenizer": TokenizerSection,
+    "data": DataSection,
+    "adapter": AdapterSection,
+    "kernels": KernelsSection,
+    "training": None,
+    "evaluation": EvaluationSection,
+    "hub": HubSection,
+}
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> Recipe:
+    """Read a recipe file, or a shipped one by name, with overrides such as "training.learning_rate=5e-5".
+
+    Paths in it become absolute where the file exists: beside the recipe or in the package; an override's from the
+    working directory. check_files False: a data file that has gone since is no mistake.
+
+    Raises:
+        RecipeError: every mistake in the text and the overrides, at once.
+    """
+    mistakes = Mistakes(str(name_or_path))
+    source, text = locate(name_or_path, mistakes)
+    if source is None:
+        raise RecipeError(mistakes.found)
+    values = read_yaml(text, mistakes)
+    if mistakes.found and not values:
+        raise RecipeError(mistakes.found)
+    return _build(values, overrides, mistakes, source=source, text=text, complete=True, check_files=check_files)
+
+
+def recipe_from_dict(
+    values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "recipe", complete: bool = True
+) -> Recipe:
+    """A recipe from Python values, checked as a file's are; paths are relative to the working directory.
+
+    where: what mistakes are prefixed with. complete False: model and data may be missing (they are given as objects).
+
+    Raises:
+        RecipeError: every mistake, at once.
+    """
+    plain = _plain(values)
+    return _build(plain, overrides, Mistakes(where), source=None, text="", complete=complete, check_files=True)
+
+
+def _build(
+    values: dict[str, Any],
+    overrides: Sequence[str],
+    mistakes: Mistakes,
+    *,
+    source: Path | None,
+    text: str,
+    complete: bool,
+    check_files: bool,
+) -> Recipe:
+    from omegaconf import OmegaConf
+
+    apply_overrides(values, overrides, mistakes)
+    if check_leaves(values, mistakes):
+        values = resolve_interpolations(values, mistakes)
+    sections = _check(values, mistakes, complete)
+    resolve_paths(sections, source, mistakes, check_files)
+    if mistakes.found:
+        raise RecipeError(mistakes.found)
+    if sections["adapter"].get("method") == "full" or not sections["adapter"]:
+        sections["adapter"] = None
+    config = OmegaConf.merge(OmegaConf.structured(Recipe), escape_interpolations(sections))
+    recipe = OmegaConf.to_object(config)
+    assert isinstance(recipe, Recipe)
+    return dataclasses.replace(recipe, source=source, text=text, overrides=tuple(overrides))
+
+
+def _check(values: dict[str, Any], mistakes: Mistakes, complete: bool) -> dict[str, Any]:
+    """The sections as mappings, {} where absent; what is wrong in them goes to `mistakes`."""
+    homes = _homes()
+    sections: dict[str, Any] = {}
+    top = {section: Rule("dict | None") for section in SECTIONS}
+    check_keys(values, "", top, homes, mistakes)
+    for section in SECTIONS:
+        given = values.get(section)
+        if given is not None and not isinstance(given, dict):
+            mistakes.add(section, f"must be a mapping (key: value), not {kind_of(given)}: {show(given)}")
+        sections[section] = given if isinstance(given, dict) else {}
+    for section, cls in SECTIONS.items():
+        if section == "training":
+            check_training(sections[section], homes, mistakes)
+        elif section == "data":
+            _check_data(sections[section], homes, mistakes)
+        else:
+            check_section(sections[section], section, rules_of(cls), homes, mistakes)
+    check_combinations(values, sections, mistakes, complete)
+    return sections
+
+
+def _check_data(section: dict[str, Any], homes: Mapping[str, str], mistakes: Mistakes) -> None:
+    rules = rules_of(DataSection) | {"train": Rule("list[Any]"), "eval": Rule("list[Any] | None")}
+    check_section(section, "data", rules, homes, mistakes)
+    source_rules = rules_of(DataSource)
+    for key in ("train", "eval"):
+        entries = section.get(key)
+        for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+            path = f"data.{key}.{index}"
+            if not isinstance(entry, dict):
+                mistakes.add(
+                    path, f"must be a mapping such as {{path: rows.jsonl}}, not {kind_of(entry)}: {show(entry)}"
+                )
+                continue
+            check_section(entry, path, source_rules, homes, mistakes)
+            if "path" not in entry or entry["path"] == "":
+                mistakes.add(path, "needs a path: a file, a folder or a Hub name")
+
+
+def _homes() -> dict[str, str]:
+    """Which section a key belongs to, for keys written in another one."""
+    homes = dict.fromkeys(training_fields(), "training")
+    for section, cls in SECTIONS.items():
+        if cls is not None:
+            homes |= {item.name: section for item in dataclasses.fields(cls) if item.name != "name"}
+    return homes
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _written(section: Any) -> dict[str, Any]:
+    """A section's keys as they would be written: without those that are None or empty, which is also their default."""
+    if section is None:
+        return {}
+
+    def tidy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: tidy(entry) for key, entry in value.items() if entry is not None}
+        return [tidy(entry) for entry in value] if isinstance(value, list) else value
+
+    values = tidy(dataclasses.asdict(section))
+    return {key: value for key, value in values.items() if value not in ({}, [])}
