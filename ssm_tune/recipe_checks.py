@@ -167,7 +167,7 @@ def _mismatch_with(value: Any, name: str, inner: str) -> str:
     if name == "dict":
         if not isinstance(value, dict):
             return "?"
-        return _first_entry(value.items(), inner.partition(",")[2].strip() or "Any")
+        return _first_entry(value.items(), inner.strip("()").partition(",")[2].strip() or "Any")
     kind = _SCALARS.get(name, str if name.endswith(("Type", "Names", "Strategy", "Option")) else ())
     fits = isinstance(value, kind) and (name == "bool" or not isinstance(value, bool))
     return "" if fits else "?"
