@@ -1,0 +1,102 @@
+"""From a recipe's `training` section to TRL's SFTConfig: which defaults differ here, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import SFTConfig
+
+from ssm_tune.recipe import Recipe, RecipeError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def compute_dtype(recipe: Recipe) -> torch.dtype:
+    """The dtype of compute and of frozen weights: as the recipe says, else float32 on a CPU and bfloat16 on a GPU."""
+    if recipe.model.dtype is not None:
+        return DTYPES[recipe.model.dtype]
+    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
+    return torch.bfloat16 if on_gpu else torch.float32
+
+
+def world_size() -> int:
+    """Number of processes that a launcher started (1 without one)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def build_arguments(
+    recipe: Recipe, task: str, folder: Path, *, has_eval: bool, resuming: bool
+) -> tuple[SFTConfig, list[str]]:
+    """SFTConfig for this run, and one sentence for each of its defaults that is not SFTConfig's.
+
+    Raises:
+        RecipeError: SFTConfig refuses the values (its message is kept), or they cannot be honoured here.
+    """
+    given = recipe.training
+    where = f"{recipe.source or 'training settings'}: training"
+    chosen: dict[str, Any] = {}
+    said: list[str] = []
+
+    def default(key: str, value: Any, why: str) -> None:
+        if key not in given:
+            chosen[key] = value
+            said.append(f"{key}: {value} ({why})")
+
+    if given.get("fp16"):
+        raise RecipeError(f"{where}.fp16: half precision overflows in the state-space recurrence. Use bf16, or float32.")
+    checkpointing = given.get("activation_checkpointing", given.get("gradient_checkpointing"))
+    default("bf16", compute_dtype(recipe) == torch.bfloat16, "follows model.dtype")
+    if checkpointing is None:
+        default("gradient_checkpointing", False, "the mixers recompute what is large; set it to save more memory")
+    default("report_to", ["tensorboard"], "written to the run folder")
+    if has_eval:
+        if "eval_steps" in given:
+            default("eval_strategy", "steps", "eval_steps is given")
+        default("eval_strategy", "epoch", "there is evaluation data")
+        if given.get("eval_strategy", chosen.get("eval_strategy")) != "no" and not resuming:
+            default("eval_on_start", True, "so that there is a loss to compare with")
+    elif given.get("eval_strategy", "no") != "no":
+        raise RecipeError(f"{where}.eval_strategy: there is no evaluation data. Give data.eval or data.eval_fraction.")
+    if resuming and given.get("eval_on_start"):
+        chosen["eval_on_start"] = False  # it was done when the run began
+    if not torch.cuda.is_available():
+        chosen["dataloader_pin_memory"] = given.get("dataloader_pin_memory", False)
+    if world_size() > 1 and "ddp_find_unused_parameters" not in given:
+        chosen["ddp_find_unused_parameters"] = False
+    accumulation = _accumulation(recipe, where)
+    if accumulation is not None:
+        chosen["gradient_accumulation_steps"] = accumulation
+        said.append(f"gradient_accumulation_steps: {accumulation} (from data.batch_tokens)")
+
+    # Packing is done by the data section (False here keeps TRL from doing it again); tqdm's bar is replaced by ours.
+    values = {**given, **chosen, "output_dir": str(folder / "checkpoints"), "packing": False, "disable_tqdm": True}
+    try:
+        return SFTConfig(**values), said
+    except (ValueError, TypeError, ImportError) as error:
+        raise RecipeError(f"{where}: {error}") from error
+
+
+def _accumulation(recipe: Recipe, where: str) -> int | None:
+    """Micro-batches per optimizer step that come nearest to data.batch_tokens tokens (padding counted), or None."""
+    tokens = recipe.data.batch_tokens
+    if tokens is None:
+        return None
+    length = recipe.training.get("max_length", 1024)
+    if length is None:
+        raise RecipeError(f"{where}.max_length: null has no length to reckon data.batch_tokens with. Give a number.")
+    micro = recipe.training.get("per_device_train_batch_size", 8) * length * world_size()
+    if tokens < micro:
+        raise RecipeError(
+            f"{where}: data.batch_tokens {tokens:,} is less than one batch: per_device_train_batch_size x max_length x "
+            f"processes = {micro:,} tokens. Raise batch_tokens, or lower per_device_train_batch_size."
+        )
+    steps = round(tokens / micro)
+    if steps * micro != tokens:
+        logger.warning("data.batch_tokens: %s tokens are not a multiple of %s; each step takes %s.", f"{tokens:,}", f"{micro:,}", f"{steps * micro:,}")
+    return steps

@@ -1,0 +1,326 @@
+"""The order of things: recipe -> tokenizer, data, model, adapter -> trainer -> run folder. The only file that knows it.
+
+Mistakes in the data and in the targets are found before weights are read; a run that ends before its first step leaves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ssm_tune import artefacts
+from ssm_tune.adapter import apply_adapter, check_targets, is_adapted
+from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndResume, StopOnSignal
+from ssm_tune.data import Collator, PreparedData, prepare_data
+from ssm_tune.families import family_of, refusals
+from ssm_tune.kernels import kernel_report, set_kernel_order
+from ssm_tune.mixers import patch_model
+from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
+from ssm_tune.outputs.finish import finish_run
+from ssm_tune.outputs.run import Run
+from ssm_tune.recipe import Recipe, RecipeError
+from ssm_tune.run_folder import COMPLETE, RUNNING, STOPPED, RunFolder, Stopped, is_disk_full
+from ssm_tune.settings import recipe_from_settings
+from ssm_tune.tokenizer import load_tokenizer
+from ssm_tune.trainer import SSMTrainer
+from ssm_tune.training_arguments import build_arguments, compute_dtype, world_size
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
+
+
+@dataclass
+class Job:
+    """One run's inputs: a recipe, and what Python gave as objects in the place of names."""
+
+    recipe: Recipe
+    task: str
+    resume: bool = False
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    rows: Any = None
+    eval_rows: Any = None
+    console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and speaks: rank 0 of those that a launcher started."""
+        return int(os.environ.get("RANK", "0")) == 0
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.recipe.training.get("output_dir") or f"runs/{self.recipe.name}")
+
+
+def run(recipe: Recipe, task: str, *, resume: bool = False) -> Run:
+    """Train as a recipe says.
+
+    Args:
+        task: "sft" or "pretrain".
+        resume: go on from the last checkpoint in the recipe's output_dir.
+
+    Raises:
+        RecipeError: a mistake in the recipe, the data or the model; nothing is left behind.
+        Stopped: a signal, a loss that is not finite or a full disk; the run can be resumed.
+    """
+    return _train(Job(recipe=recipe, task=task, resume=resume))
+
+
+def tune(
+    model: str | Path | PreTrainedModel,
+    dataset: Any,
+    *,
+    task: str = "sft",
+    method: str = "lora",
+    output_dir: str | Path | None = None,
+    eval_dataset: Any = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    resume: bool = False,
+    **settings: Any,
+) -> Run:
+    """Fine-tune (or pretrain) a model on a dataset.
+
+    Args:
+        model: a checkpoint's name or folder, in any layout, or a model, which is patched and trained in place.
+        dataset: rows (a list of dicts, or a datasets.Dataset), or the path or Hub name of a dataset.
+        task: "sft" or "pretrain".
+        method: "lora", "qlora" (4-bit base) or "full".
+        output_dir: the run folder; None: runs/<model>-<method>-<n>.
+        eval_dataset: as `dataset`; its loss is measured before, during and after training.
+        tokenizer: needed with a model whose name leads to none.
+        settings: SFTConfig's fields (learning_rate, max_steps, max_length, packing ...) and the adapter's keys (r, lora_alpha,
+            targets ...), by name.
+
+    Returns:
+        The run: model, tokenizer, metrics, output_dir; merge, evaluate, generate, push.
+
+    Raises:
+        RecipeError, Stopped: as `run`.
+    """
+    recipe = recipe_from_settings(
+        model, dataset, eval_dataset, method=method, output_dir=output_dir, tokenizer=tokenizer, resume=resume, settings=settings
+    )
+    named = (str, Path)
+    return _train(
+        Job(
+            recipe=recipe,
+            task=task,
+            resume=resume,
+            model=None if isinstance(model, named) else model,
+            tokenizer=None if isinstance(tokenizer, named) else tokenizer,
+            rows=None if isinstance(dataset, named) else dataset,
+            eval_rows=None if isinstance(eval_dataset, named) else eval_dataset,
+        )
+    )
+
+
+def _train(job: Job) -> Run:
+    with StopOnSignal() as signals:
+        folder = RunFolder.create(job.output_dir, resume=job.resume) if job.is_main else RunFolder(job.output_dir)
+        with _told(job, folder, signals):
+            checkpoint = folder.last_checkpoint() if job.resume else None
+            if job.is_main:
+                _write_recipe(job, folder)
+            set_kernel_order(job.recipe.kernels.order, job.recipe.kernels.required)
+            tokenizer, data, arguments, defaults = _prepare(job)
+            model = _build_model(job, folder, tokenizer)
+            trainer = _build_trainer(job, folder, model, tokenizer, data, arguments, checkpoint, signals)
+            if job.is_main:
+                _announce(job, folder, trainer, data, defaults)
+            _fit(trainer, folder, checkpoint, signals)
+            return finish_run(trainer, folder, job.recipe, job.task, data.report)
+
+
+def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
+    """All that can be checked before weights are read: tokenizer, data, the trainer's arguments, the adapter's targets."""
+    recipe = job.recipe
+    has_eval = job.eval_rows is not None or bool(recipe.data.eval) or recipe.data.eval_fraction is not None
+    arguments, defaults = build_arguments(
+        recipe, job.task, job.output_dir, has_eval=has_eval, resuming=job.resume
+    )
+    if job.model is not None:
+        config = job.model.config
+    elif recipe.model.name is not None:
+        config = read_config(recipe.model.name, recipe.model.revision)
+    else:
+        config = None
+    tokenizer = job.tokenizer or load_tokenizer(recipe.tokenizer, recipe.model.name, recipe.model.revision, config=config)
+    packing = recipe.training.get("packing", job.task == "pretrain")
+    if config is not None:
+        mistakes = refusals(
+            family_of(config.model_type), packing=packing and recipe.data.isolate, adapter=recipe.adapter is not None
+        )
+        if mistakes:
+            raise RecipeError(mistakes)
+        if recipe.adapter is not None:
+            check_targets(job.model or meta_model(config), recipe.adapter)
+    data = prepare_data(
+        recipe.data,
+        tokenizer,
+        task=job.task,
+        max_length=arguments.max_length,
+        packing=packing,
+        seed=arguments.seed,
+        completion_only_loss=arguments.completion_only_loss,
+        assistant_only_loss=recipe.training.get("assistant_only_loss"),
+        dataset=job.rows,
+        eval_dataset=job.eval_rows,
+    )
+    return tokenizer, data, arguments, defaults
+
+
+def _build_model(job: Job, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The model with its adapter, patched, SSM parameters and what is trained in float32."""
+    recipe, section = job.recipe, job.recipe.model
+    seed = recipe.training.get("seed", 42)
+    trainable = "full" if recipe.adapter is None else "adapter"
+    if job.model is not None:
+        model = patch_model(job.model)
+        set_trainable(model, trainable)
+    elif section.name is not None:
+        model = load_model(
+            section.name,
+            revision=section.revision,
+            dtype=compute_dtype(recipe),
+            load_in_4bit=section.load_in_4bit,
+            load_in_8bit=section.load_in_8bit,
+            attn_implementation=section.attn_implementation,
+            trainable=trainable,
+        )
+    else:
+        model = init_model(
+            section,
+            len(tokenizer),
+            seed=seed,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    if recipe.adapter is not None:
+        if job.is_main and not job.resume:
+            _keep_base(model, tokenizer, folder)
+        set_seed(seed)
+        model = apply_adapter(model, recipe.adapter)
+    return model
+
+
+def _keep_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+    """Save the base of an adapter that could not be loaded again by name: one made in Python, or new from dimensions."""
+    name = model.config.name_or_path
+    if name and (Path(name).is_dir() or not Path(name).is_absolute()):
+        return
+    base = folder.path / "base_model"
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    model.config.name_or_path = model.name_or_path = str(base.resolve())
+
+
+def _build_trainer(
+    job: Job,
+    folder: RunFolder,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
+    arguments: SFTConfig,
+    checkpoint: Path | None,
+    signals: StopOnSignal,
+) -> SSMTrainer:
+    packing = job.recipe.training.get("packing", job.task == "pretrain")
+    start = StartAndResume(checkpoint)
+    trainer = SSMTrainer(
+        model,
+        arguments,
+        folder=folder,
+        tokenizer=tokenizer,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        collator=Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None),
+        row_name=data.row_name,
+        callbacks=[start, GradientCheck(), signals, Recorder(folder), ProgressBar(job.console)],
+    )
+    start.trainer = trainer
+    return trainer
+
+
+def _write_recipe(job: Job, folder: RunFolder) -> None:
+    resolved = job.recipe.to_yaml()
+    folder.write_text("recipe.yaml", job.recipe.text or resolved)
+    folder.write_text("recipe.resolved.yaml", resolved)
+    folder.write_state(RUNNING, task=job.task, model=job.recipe.model.name)
+
+
+def _announce(job: Job, folder: RunFolder, trainer: SSMTrainer, data: PreparedData, defaults: list[str]) -> None:
+    """Write down and print what is about to happen."""
+    arguments = trainer.args
+    kernels = kernel_report(arguments.device)
+    artefacts.write_kernels(folder, kernels)
+    folder.write_json(
+        "environment.json", artefacts.describe_environment(arguments.device, world_size(), job.recipe.overrides)
+    )
+    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size()
+    length = arguments.max_steps if arguments.max_steps > 0 else f"{arguments.num_train_epochs:g} epochs"
+    artefacts.print_start(
+        job.console,
+        model=model_report(trainer.model),
+        kernels=kernels,
+        data=data.report,
+        steps=f"{length} of {batch} rows, seed {arguments.seed}",
+        device=arguments.device,
+        defaults=defaults,
+        output=folder.path,
+    )
+
+
+def _fit(trainer: SSMTrainer, folder: RunFolder, checkpoint: Path | None, signals: StopOnSignal) -> None:
+    """Train, and turn a signal into Stopped once its checkpoint is written."""
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.check_finite()
+    if signals.received is not None and trainer.state.global_step < trainer.state.max_steps:
+        raise Stopped(f"stopped by {signal.Signals(signals.received).name} after step {trainer.state.global_step}", signals.exit_code)
+
+
+@contextmanager
+def _told(job: Job, folder: RunFolder, signals: StopOnSignal) -> Iterator[None]:
+    """What an error leaves: nothing before the first step of a new run, a resumable folder after it."""
+    try:
+        yield
+    except BaseException as error:
+        error_ = _translate(error, folder, signals)
+        if job.is_main:
+            begun = job.resume or bool(folder.list_checkpoints()) or (folder.path / "metrics.jsonl").exists()
+            state = folder.read_state()
+            if state is not None and state["status"] == COMPLETE:
+                pass  # what failed came after training
+            elif begun and state is not None:
+                folder.write_state(STOPPED, reason=str(error_))
+            elif not begun:
+                folder.discard()
+        if error_ is error:
+            raise
+        raise error_ from error
+    finally:
+        for callback in signals.watchers:
+            callback.close()
+
+
+def _translate(error: BaseException, folder: RunFolder, signals: StopOnSignal) -> BaseException:
+    """Signals, a full disk and a full memory in the user's words."""
+    if isinstance(error, KeyboardInterrupt) and signals.received is not None:
+        return Stopped("interrupted", signals.exit_code)
+    if isinstance(error, torch.OutOfMemoryError):
+        return RecipeError(
+            "out of memory: lower training.per_device_train_batch_size (with gradient_accumulation_steps raised) or "
+            f"max_length, or set training.gradient_checkpointing: true. {str(error).splitlines()[0]}"
+        )
+    if isinstance(error, OSError | RuntimeError) and not isinstance(error, Stopped) and is_disk_full(error):
+        return Stopped(f"the disk is full: {folder.path} could not be written. Free some space and use --resume.")
+    return error
