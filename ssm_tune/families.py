@@ -28,7 +28,7 @@ class Family:
         block: class of the layers that hold a state-space mixer; the unit of checkpointing and sharding.
         other_blocks: classes of the further layers of a hybrid, same use.
         mixer: class of the mixer. mixer_path: its attribute in the block.
-        kind: which file of `ssm_tune.mixers` computes it: "mamba", "mamba2" or "short_conv"; None: left to transformers.
+        kind: which mixer of `ssm_tune.mixers.patch` computes it; None: left to transformers.
         projections: the mixer's linear layers. attention, mlp: those of the other layers of a hybrid.
         portable: the linear layers whose adapters unpatched PEFT loads with equal logits.
         ssm_parameters: parameters of the state-space recurrence, as the ends of their names. Kept in float32, not decayed.
@@ -91,7 +91,7 @@ _ROWS = (
         block="FalconMambaBlock",
         mixer="FalconMambaMixer",
         mixer_path="mixer",
-        kind="mamba",
+        kind="normed_mamba",
         projections=("in_proj", "x_proj", "dt_proj", "out_proj"),
         portable=("in_proj", "x_proj"),
         ssm_parameters=("A_log", "D", "dt_proj.bias"),
@@ -138,7 +138,9 @@ _ROWS = (
         ssm_parameters=("A_log", "D", "dt_proj_bias"),
         weights_outside_linear=("x_proj_weight", "dt_proj_weight"),
         shared=("shared_transf",),
-        refused=MappingProxyType({"packing": _LEAKS.format(where="only its convolution is given seq_idx, not its scan")}),
+        refused=MappingProxyType(
+            {"packing": _LEAKS.format(where="only its convolution is given seq_idx, not its scan")}
+        ),
     ),
     Family(
         model_type="zamba2",

@@ -1,0 +1,89 @@
+"""The Mamba-1 mixer (Mamba, section 3.4 and figure 3), for transformers' models that hold one.
+
+Against stock: every projection is called as a module, documents are kept apart, training computes what evaluation computes, and
+a cache is continued by any number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from ssm_tune import kernels
+from ssm_tune.mixers.classes import Patched
+from ssm_tune.mixers.convolution import convolve_row, convolve_token
+from ssm_tune.mixers.documents import document_index
+from ssm_tune.mixers.projections import project, project_without_bias
+from ssm_tune.mixers.states import continued, read_states, write_states
+
+
+class MambaMixer(Patched):
+    """Goes before a stock mixer in the bases of a patched class; uses the stock attributes and adds none."""
+
+    @force_accelerate_hooks(["conv1d", "dt_proj"])  # their parameters are read here, besides being called
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states, and the result: (batch, length, hidden). seq_idx: (batch, length) int32, -1 is padding.
+
+        `attention_mask` (batch, length) counts where no seq_idx is given. Other keywords are for stock kernels.
+        """
+        if seq_idx is None and attention_mask is not None:
+            seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
+        window, state = read_states(cache, self.layer_idx)
+        x, z = project(self.in_proj, hidden_states, self.conv1d.weight.dtype).chunk(2, dim=-1)
+        if state is not None and x.shape[1] == 1 and seq_idx is None:
+            x = convolve_token(self.conv1d, x[:, 0], window)[:, None]
+            dt, B, C, dt_bias = self._select(x)
+            A, D = self._recurrence()
+            y = kernels.selective_scan_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state, D, z[:, 0], dt_bias)[:, None]
+        else:
+            y = self._scan_row(x, z, cache, window, state, seq_idx)
+        return project(self.out_proj, y, self.conv1d.weight.dtype)
+
+    def _scan_row(
+        self, x: Tensor, z: Tensor, cache: Any, window: Tensor | None, state: Tensor | None, seq_idx: Tensor | None
+    ) -> Tensor:
+        x, window = convolve_row(self.conv1d, x, window, seq_idx, keep_window=cache is not None)
+        dt, B, C, dt_bias = self._select(x)
+        A, D = self._recurrence()
+        arguments = {"z": z, "dt_bias": dt_bias, "seq_idx": seq_idx, "initial_state": continued(state)}
+        if cache is None:
+            return kernels.selective_scan(x, dt, A, B, C, D, **arguments)
+        y, state = kernels.selective_scan(x, dt, A, B, C, D, **arguments, return_final_state=True)
+        write_states(cache, self.layer_idx, window, state)
+        return y
+
+    def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dt (batch, length, dim) without its bias, B and C (batch, length, state), and the bias (dim,) in float32."""
+        dt, B, C = project(self.x_proj, x, self.conv1d.weight.dtype).split(
+            [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1
+        )
+        dt, B, C = self._normalise(dt, B, C)
+        dt, dt_bias = project_without_bias(self.dt_proj, dt)
+        return dt, B, C, None if dt_bias is None else dt_bias.float()
+
+    def _normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dt, B, C
+
+    def _recurrence(self) -> tuple[Tensor, Tensor]:
+        """A (dim, state) and D (dim,), in float32."""
+        return -torch.exp(self.A_log.float()), self.D.float()
+
+
+class NormedMambaMixer(MambaMixer):
+    """Falcon-Mamba and Jamba normalise dt, B and C. dt before dt_proj, as both models do in evaluation and in every server.
+
+    The fused kernel that stock trains Falcon-Mamba with normalises dt after dt_proj, which is another function.
+    """
+
+    def _normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)

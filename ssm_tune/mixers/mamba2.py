@@ -1,0 +1,86 @@
+"""The Mamba-2 mixer (Mamba-2, section 7.1 and figure 6), for transformers' models that hold one.
+
+Against stock: out_proj is called as a module, documents are kept apart on every device, training computes what evaluation
+computes, and a decoding step clamps step sizes as the scan does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from ssm_tune import kernels
+from ssm_tune.mixers.classes import Patched
+from ssm_tune.mixers.convolution import convolve_row, convolve_token
+from ssm_tune.mixers.documents import document_index
+from ssm_tune.mixers.projections import project
+from ssm_tune.mixers.states import continued, read_states, write_states
+
+
+class Mamba2Mixer(Patched):
+    """Goes before a stock mixer in the bases of a patched class; uses the stock attributes and adds none."""
+
+    @force_accelerate_hooks(["conv1d", "norm"])  # their parameters are read here
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states, and the result: (batch, length, hidden). seq_idx: (batch, length) int32, -1 is padding.
+
+        `attention_mask` (batch, length) counts where no seq_idx is given. Other keywords are for stock kernels.
+        """
+        if seq_idx is None and attention_mask is not None:
+            seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
+        projected = project(self.in_proj, hidden_states, self.conv1d.weight.dtype)
+        z, xBC, dt = projected.split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        window, state = read_states(cache, self.layer_idx)
+        if state is not None and xBC.shape[1] == 1 and seq_idx is None:
+            x, B, C = self._split(convolve_token(self.conv1d, xBC[:, 0], window))
+            A, D, dt_bias = self._recurrence()
+            y = kernels.ssd_step(x, dt[:, 0], A, B, C, state, D, dt_bias, dt_limit=self._dt_limit())[:, None]
+        else:
+            y = self._scan_row(xBC, dt, cache, window, state, seq_idx)
+        y = self._gate(y.flatten(-2), z)
+        return project(self.out_proj, y, self.conv1d.weight.dtype)
+
+    def _scan_row(
+        self, xBC: Tensor, dt: Tensor, cache: Any, window: Tensor | None, state: Tensor | None, seq_idx: Tensor | None
+    ) -> Tensor:
+        xBC, window = convolve_row(self.conv1d, xBC, window, seq_idx, keep_window=cache is not None)
+        x, B, C = self._split(xBC)
+        A, D, dt_bias = self._recurrence()
+        arguments = {
+            "chunk_size": self.chunk_size,
+            "dt_limit": self._dt_limit(),
+            "seq_idx": seq_idx,
+            "initial_state": continued(state),
+        }
+        if cache is None:
+            return kernels.ssd_scan(x, dt, A, B, C, D, dt_bias, **arguments)
+        y, state = kernels.ssd_scan(x, dt, A, B, C, D, dt_bias, **arguments, return_final_state=True)
+        write_states(cache, self.layer_idx, window, state)
+        return y
+
+    def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (..., heads, head_dim), B and C (..., groups, state)."""
+        grouped = self.n_groups * self.ssm_state_size
+        x, B, C = xBC.split([self.intermediate_size, grouped, grouped], dim=-1)
+        groups = (self.n_groups, self.ssm_state_size)
+        return x.unflatten(-1, (self.num_heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+    def _recurrence(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A, D and dt_bias (heads,), in float32."""
+        return -torch.exp(self.A_log.float()), self.D.float(), self.dt_bias.float()
+
+    def _dt_limit(self) -> tuple[float, float]:
+        return tuple(self.time_step_limit)
+
+    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
+        return kernels.gated_rms_norm(y, z, self.norm.weight, self.norm.variance_epsilon, self.norm.group_size)
