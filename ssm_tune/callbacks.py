@@ -44,10 +44,14 @@ class GradientCheck(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint; a second one ends it at once."""
+    """Ctrl-C and SIGTERM end training after the step under way, with a checkpoint; a second one ends it at once.
+
+    Before the first step and after the last there is no such step: then KeyboardInterrupt is raised where the program is.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.training = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnSignal:
@@ -62,13 +66,24 @@ class StopOnSignal(TrainerCallback):
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt
+        again = self.received is not None
         self.received = number
+        if again or not self.training:
+            raise KeyboardInterrupt
 
     @property
     def exit_code(self) -> int:
         return 128 + (self.received or 0)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.training = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.training = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ssm_tune import artefacts
@@ -49,7 +48,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase | None = None
     rows: Any = None
     eval_rows: Any = None
-    console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+    bar: ProgressBar = field(default_factory=ProgressBar)
 
     @property
     def is_main(self) -> bool:
@@ -245,7 +244,7 @@ def _build_trainer(
         eval_dataset=data.eval,
         collator=Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None),
         row_name=data.row_name,
-        callbacks=[start, GradientCheck(), signals, Recorder(folder), ProgressBar(job.console)],
+        callbacks=[start, GradientCheck(), signals, Recorder(folder), job.bar],
     )
     start.trainer = trainer
     return trainer
@@ -269,7 +268,7 @@ def _announce(job: Job, folder: RunFolder, trainer: SSMTrainer, data: PreparedDa
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size()
     length = arguments.max_steps if arguments.max_steps > 0 else f"{arguments.num_train_epochs:g} epochs"
     artefacts.print_start(
-        job.console,
+        job.bar.console,
         model=model_report(trainer.model),
         kernels=kernels,
         data=data.report,
@@ -308,8 +307,7 @@ def _told(job: Job, folder: RunFolder, signals: StopOnSignal) -> Iterator[None]:
             raise
         raise error_ from error
     finally:
-        for callback in signals.watchers:
-            callback.close()
+        job.bar.close()
 
 
 def _translate(error: BaseException, folder: RunFolder, signals: StopOnSignal) -> BaseException:
