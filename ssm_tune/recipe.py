@@ -35,8 +35,15 @@ class RecipeError(ValueError):
         super().__init__("\n".join(self.mistakes))
 
 
-def _setting(default: Any = None, *, interval: str = "", choices: tuple[str, ...] = (), annotation: str = "") -> Any:
-    metadata = {"interval": interval, "choices": choices} | ({"annotation": annotation} if annotation else {})
+# What a row's columns may be called, and so what `columns` may map; ssm_tune.data.formatting says what each becomes.
+COLUMN_NAMES = (
+    *("messages", "conversations", "prompt", "completion", "question", "answer"),
+    *("instruction", "input", "output", "text"),
+)
+
+
+def _setting(default: Any = None, *, annotation: str = "", **rules: Any) -> Any:
+    metadata = rules | ({"annotation": annotation} if annotation else {})
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -48,7 +55,7 @@ class ModelSection:
 
     name: str | None = None
     revision: str | None = None
-    dtype: str | None = _setting(choices=("float32", "bfloat16", "float16"))
+    dtype: str | None = _setting(choices=("float32", "bfloat16"))
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     attn_implementation: str | None = None
@@ -84,7 +91,7 @@ class DataSource:
     path: str = ""
     split: str = "train"
     weight: float | None = _setting(interval="(0, inf)")
-    columns: dict[str, str] | None = None
+    columns: dict[str, str] | None = _setting(keys=COLUMN_NAMES)
 
 
 @dataclass
@@ -129,11 +136,11 @@ class KernelsSection:
 
 @dataclass
 class EvaluationSection:
-    """What `ssm-tune eval` measures on the finished run: lm-eval tasks, `limit` rows of each, held-out perplexity."""
+    """What is measured on the finished run: lm-eval tasks, `limit` rows of each, perplexity on a file or data set."""
 
     tasks: list[str] = _setting([])
     limit: int | None = _setting(interval="[1, inf)")
-    perplexity: bool = False
+    perplexity: str | None = None
     allow_code_execution: bool = False
 
 

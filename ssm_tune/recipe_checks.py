@@ -17,20 +17,25 @@ _WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "
 
 
 class Rule(NamedTuple):
-    """What one key takes: an annotation, and optionally the values or the interval ("(0, 1]") it is limited to."""
+    """What one key takes: an annotation, and optionally the values or the interval ("(0, 1]") it is limited to.
+
+    keys: of a mapping, the keys that it may have.
+    """
 
     annotation: str
     choices: tuple[str, ...] = ()
     interval: str = ""
+    keys: tuple[str, ...] = ()
 
 
 def rules_of(section: type) -> dict[str, Rule]:
-    """The rules of a section's dataclass. Field metadata: choices, interval, annotation (where OmegaConf has none)."""
+    """The rules of a section's dataclass. Field metadata: choices, interval, keys; annotation where OmegaConf has none."""
     return {
         field.name: Rule(
             field.metadata.get("annotation", field.type),
             field.metadata.get("choices", ()),
             field.metadata.get("interval", ""),
+            field.metadata.get("keys", ()),
         )
         for field in dataclasses.fields(section)
     }
@@ -107,6 +112,11 @@ def check_value(value: Any, path: str, rule: Rule, mistakes: Mistakes) -> Any:
             if entry is not None and entry not in rule.choices:
                 otherwise = f" It is one of: {', '.join(rule.choices)}"
                 mistakes.add(path, f"cannot be {show(entry)}.{nearest(str(entry), rule.choices, otherwise)}")
+    elif rule.keys and isinstance(value, dict):
+        for key in value:
+            if key not in rule.keys:
+                otherwise = f" It is one of: {', '.join(rule.keys)}"
+                mistakes.add(f"{path}.{key}", f"is not a setting.{nearest(key, rule.keys, otherwise)}")
     elif rule.interval and _is_number(value) and not _inside(value, rule.interval):
         mistakes.add(path, f"must be {_describe(rule.interval)}, not {value}")
     return value

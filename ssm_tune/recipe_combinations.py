@@ -73,8 +73,8 @@ def _check_data(data: Mapping[str, Any], training: Mapping[str, Any], mistakes: 
         mistakes.add("data", "has both eval and eval_fraction. Keep one (data.eval_fraction=null takes it away)")
     if data.get("batch_tokens") is not None and training.get("gradient_accumulation_steps") is not None:
         mistakes.add("data.batch_tokens", "sets training.gradient_accumulation_steps. Give one of them")
-    if data.get("isolate") is False and training.get("packing") is not True:
-        mistakes.add("data.isolate", "false has no effect without training.packing: true; rows never meet unpacked")
+    if data.get("isolate") is False and training.get("packing") is False:
+        mistakes.add("data.isolate", "false has no effect with training.packing: false; rows never meet unpacked")
 
 
 def _check_adapter(adapter: Mapping[str, Any], model: Mapping[str, Any], mistakes: Mistakes) -> None:
@@ -101,8 +101,8 @@ def _check_adapter(adapter: Mapping[str, Any], model: Mapping[str, Any], mistake
 
 
 def _check_training(training: Mapping[str, Any], data: Mapping[str, Any], mistakes: Mistakes, complete: bool) -> None:
-    if training.get("bf16") is True and training.get("fp16") is True:
-        mistakes.add("training", "has both bf16 and fp16. Keep one")
+    if training.get("fp16") is True:
+        mistakes.add("training.fp16", "overflows in the state-space recurrence. Use bf16, or float32")
     if training.get("packing") is True and "max_length" in training and training["max_length"] is None:
         mistakes.add("training.max_length", "is the length of a packed row; with packing: true it cannot be null")
     if training.get("completion_only_loss") is True and training.get("assistant_only_loss") is True:

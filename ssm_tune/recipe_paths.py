@@ -51,9 +51,10 @@ def _decode(path: Path, data: bytes, mistakes: Mistakes) -> tuple[Path | None, s
 
 
 def resolve_paths(sections: dict[str, Any], source: Path | None, mistakes: Mistakes, check_files: bool) -> None:
-    """Make the paths in model, tokenizer and data absolute, in place; a file that is not there is a mistake."""
+    """Make the paths absolute, in place; a file that is not there is a mistake."""
     slots = [(sections["model"], "name", "model.name"), (sections["tokenizer"], "name", "tokenizer.name")]
     slots.append((sections["tokenizer"], "chat_template", "tokenizer.chat_template"))
+    slots.append((sections["evaluation"], "perplexity", "evaluation.perplexity"))
     for key in ("train", "eval"):
         entries = sections["data"].get(key)
         for index, entry in enumerate(entries if isinstance(entries, list) else ()):

@@ -1,0 +1,215 @@
+"""The command line. Registering a command imports nothing; running it imports what it needs.
+
+Exit codes: 0 done; 2 the user's mistake; 3 stopped but resumable; 130 and 143 ended by a signal, resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_EPILOG = """\
+A RECIPE is a file, or the name of a shipped one (ssm-tune recipes ls). Settings are overridden by key:
+  ssm-tune sft demo training.max_steps=50 data.train.0.path=rows.jsonl
+exit codes: 0 done, 2 a mistake of yours (nothing is left behind), 3 stopped and resumable, 130/143 ended by a signal
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with a mistake told in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n(see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and give back its exit code. A mistake of ours keeps its traceback."""
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    from ssm_tune.recipe import RecipeError
+    from ssm_tune.run_folder import Stopped
+
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code or 0
+    except RecipeError as error:
+        _say(str(error))
+        return 2
+    except Stopped as stopped:
+        if stopped.exit_code == 3 or _rank() == 0:
+            _say(str(stopped))
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _say(message: str) -> None:
+    """To stderr. Ranks above 0 mostly meet the mistake that rank 0 tells; they speak if that has not ended them."""
+    if _rank() > 0:
+        time.sleep(10)
+        message = f"rank {_rank()}: {message}"
+    print(message, file=sys.stderr, flush=True)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments; `key=value` may stand before and after options."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        overrides = getattr(arguments, "overrides", None)
+        stray = [item for item in rest if overrides is None or item.startswith("-")]
+        if stray:
+            parser.error(f"{arguments.command}: unrecognized: {' '.join(stray)}")
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from ssm_tune import __version__
+
+    parser = _Parser(
+        prog="ssm-tune",
+        description="Fine-tune and pretrain state-space language models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ssm-tune {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    for name, text in (("sft", "fine-tune as a recipe says"), ("pretrain", "train on plain text as a recipe says")):
+        _add_training(command(name, run_training, text))
+    validate = command("validate", run_validate, "check a recipe and the files that it names; no network, no weights")
+    _add_recipe(validate)
+    _add_recipes(command("recipes", run_recipes, "list, print or copy the shipped recipes"))
+    _add_generate(command("generate", run_generate, "continue a prompt with a finished run or a model"))
+    merge = command("merge", run_merge, "fold a run's adapter into its base model")
+    merge.add_argument("source", metavar="RUN", help="a run folder")
+    merge.add_argument("--output", type=Path, help="folder of the merged model (default: RUN/merged)")
+    merge.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
+    evaluate = command("eval", run_evaluate, "measure a finished run or a model with lm-eval")
+    evaluate.add_argument("source", metavar="RUN|MODEL")
+    evaluate.add_argument("--tasks", required=True, help="names of lm-eval tasks, separated by commas")
+    evaluate.add_argument("--limit", type=int, help="rows of each task")
+    push = command("push", run_push, "upload a finished run to the Hub; private unless --public")
+    push.add_argument("source", metavar="RUN")
+    push.add_argument("repo", metavar="REPO", help="owner/name")
+    push.add_argument("--public", action="store_true")
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a .yaml file, or the name of a shipped recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    parser.add_argument("--resume", action="store_true", help="continue the run in training.output_dir")
+    parser.add_argument("--processes", type=int, metavar="N", help="so many processes, one a GPU (or on the CPU)")
+    parser.add_argument("--accelerate", metavar="NAME|FILE", help="an accelerate config: ddp, fsdp2, ... or a file")
+
+
+def _add_recipes(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|show|cp", parser_class=_Parser)
+    actions.add_parser("ls", help="list them")
+    actions.add_parser("show", help="print one").add_argument("name")
+    copy = actions.add_parser("cp", help="copy one, to change it")
+    copy.add_argument("name")
+    copy.add_argument("to", nargs="?", type=Path, help="a file or a folder (default: NAME.yaml here)")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN|MODEL", help="a run folder, a model folder or a Hub name")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int)
+
+
+def run_training(arguments: argparse.Namespace) -> int | None:
+    from ssm_tune.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.accelerate is not None or (arguments.processes or 1) != 1:
+        from ssm_tune.launch import launch
+
+        passed = [arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
+        return launch(arguments.command, passed, accelerate=arguments.accelerate, processes=arguments.processes)
+    from ssm_tune.workflow import run
+
+    run(recipe, arguments.command, resume=arguments.resume)
+    return 0
+
+
+def run_validate(arguments: argparse.Namespace) -> None:
+    from ssm_tune.recipe import load_recipe
+    from ssm_tune.validation import check_files
+
+    for line in check_files(load_recipe(arguments.recipe, arguments.overrides)):
+        print(line)
+
+
+def run_recipes(arguments: argparse.Namespace) -> None:
+    from ssm_tune import recipe_library
+
+    if arguments.action == "ls":
+        summaries = recipe_library.list_recipes()
+        width = max(map(len, summaries))
+        for name, summary in summaries.items():
+            print(f"{name:{width}}  {summary}")
+    elif arguments.action == "show":
+        print(recipe_library.read_recipe(arguments.name), end="")
+    else:
+        path = recipe_library.copy_recipe(arguments.name, arguments.to)
+        print(f"{path} written. Next: ssm-tune validate {path}")
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    from ssm_tune.outputs.run import Run
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    print(Run.load(arguments.source).generate(arguments.prompt, **settings))
+
+
+def run_merge(arguments: argparse.Namespace) -> None:
+    from ssm_tune.outputs.merge import merge_run
+
+    print(merge_run(arguments.source, arguments.output, dtype=arguments.dtype))
+
+
+def run_evaluate(arguments: argparse.Namespace) -> None:
+    import json
+
+    from ssm_tune.outputs.run import Run
+
+    results = Run.load(arguments.source).evaluate(arguments.tasks.split(","), limit=arguments.limit)
+    print(json.dumps(results, indent=2, default=str))
+
+
+def run_push(arguments: argparse.Namespace) -> None:
+    from ssm_tune.outputs.run import Run
+
+    print(Run.load(arguments.source).push(arguments.repo, private=not arguments.public))

@@ -1,0 +1,138 @@
+"""Several processes: an accelerate config by name or by file, handed to accelerate's own launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ssm_tune.recipe import RecipeError
+from ssm_tune.recipe_checks import nearest
+from ssm_tune.shipped import shipped, shipped_names
+
+if TYPE_CHECKING:
+    import argparse
+
+# torch's launcher gives processes half a minute to end after a signal; a checkpoint may take longer to write.
+_SHUTDOWN_SECONDS = "300"
+_CPU_PROCESSES = 2
+
+
+def launch(
+    command: str, arguments: Sequence[str], *, accelerate: str | None = None, processes: int | None = None
+) -> int:
+    """Run `python -m ssm_tune COMMAND ARGUMENTS` in several processes; gives back the exit code.
+
+    accelerate: the name of a shipped config or a YAML file; None: `ddp`. processes: of all machines together; None: as
+    many as there are GPUs, or what the config says, or 2 on a CPU. Without a GPU, `ddp` means gloo on the CPU.
+
+    Raises:
+        RecipeError: no such config, not a config, or one that cannot work on this machine.
+    """
+    path = find_config(accelerate or "ddp")
+    config = _read_config(path)
+    if processes is not None and processes < 1:
+        raise RecipeError(f"--processes: must be at least 1, not {processes}")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    _check_machine(path, config, gpus, processes)
+    count = processes or config.get("num_processes") or gpus * config.get("num_machines", 1) or _CPU_PROCESSES
+    launcher = ["--config_file", str(path), "--num_processes", str(count), *_place(config)]
+    return _run([*launcher, "-m", "ssm_tune", command, *arguments])
+
+
+def find_config(name_or_file: str) -> Path:
+    """The accelerate config of this name, or this file.
+
+    Raises:
+        RecipeError: there is neither.
+    """
+    path = Path(name_or_file).expanduser()
+    if path.is_file():
+        return path
+    names = shipped_names("accelerate_configs")
+    if name_or_file in names:
+        return shipped("accelerate_configs", f"{name_or_file}.yaml")
+    listed = f" Shipped configs: {', '.join(names)}"
+    raise RecipeError(
+        f"--accelerate {name_or_file}: is neither a file nor a config.{nearest(name_or_file, names, listed)}"
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"--accelerate {path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict) or "distributed_type" not in config:
+        raise RecipeError(
+            f"--accelerate {path}: is not an accelerate config (it has no distributed_type). "
+            "Make one with `accelerate config --config_file FILE`, or name a shipped one"
+        )
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    try:
+        load_config_from_file(str(path))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"--accelerate {path}: accelerate does not read it: {error}") from error
+    return config
+
+
+def _check_machine(path: Path, config: dict[str, Any], gpus: int, processes: int | None) -> None:
+    kind = config["distributed_type"]
+    if kind in ("FSDP", "DEEPSPEED") and (not gpus or config.get("use_cpu")):
+        raise RecipeError(
+            f"--accelerate {path.stem}: sharding ({kind}) needs GPUs, and there is none to use here; "
+            "accelerate would run every process unsharded without a word. Use --accelerate ddp"
+        )
+    here = (processes or config.get("num_processes") or 0) // config.get("num_machines", 1)
+    if gpus and here > gpus and not config.get("use_cpu"):
+        raise RecipeError(f"--processes: {here} processes on this machine, which has {gpus} GPUs")
+
+
+def _place(config: dict[str, Any]) -> list[str]:
+    """Which machine this is. A cluster's scheduler says it in the environment; the config says it otherwise."""
+    if config.get("num_machines", 1) == 1:
+        return ["--main_process_port", "0"]  # a free one
+    names = {"NODE_RANK": "--machine_rank", "MASTER_ADDR": "--main_process_ip", "MASTER_PORT": "--main_process_port"}
+    return [part for name, option in names.items() if name in os.environ for part in (option, os.environ[name])]
+
+
+def _run(launcher_arguments: list[str]) -> int:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
+    parsed: argparse.Namespace = launch_command_parser().parse_args(launcher_arguments)
+    # The processes have told what went wrong themselves; the launcher's own table of it would only bury that.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        launch_command(parsed)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _explain(rank, failure.exitcode)
+    except subprocess.CalledProcessError as error:  # accelerate's launcher of a single process
+        return _explain(0, error.returncode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _explain(rank: int, code: int) -> int:
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    cause = " (the system ends processes so when memory runs out)" if -code == signal.SIGKILL else ""
+    print(
+        f"process {rank} was ended by {name}{cause}; the others were stopped. Continue with --resume", file=sys.stderr
+    )
+    return 128 - code
