@@ -14,7 +14,7 @@ from torch import nn
 
 # An adapter pair (A, B): while one of the two is all zero - as B is at birth - the other's gradient is zero by the chain rule.
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
-_EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(.*)$")
+_EXPERT = re.compile(r"^((?:.*\.)?experts)\.\d+\.(.*)$")
 
 
 @dataclass(frozen=True)
