@@ -266,7 +266,7 @@ def _check(values: dict[str, Any], mistakes: Mistakes, complete: bool) -> dict[s
     check_keys(values, "", top, homes, mistakes)
     for section in SECTIONS:
         given = values.get(section)
-        if given is not None and not isinstance(given, dict):
+        if given is not None and not isinstance(given, dict) and not mistakes.told(section):
             mistakes.add(section, f"must be a mapping (key: value), not {kind_of(given)}: {show(given)}")
         sections[section] = given if isinstance(given, dict) else {}
     for section, cls in SECTIONS.items():

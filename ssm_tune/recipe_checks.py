@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
 
 def rules_of(section: type) -> dict[str, Rule]:
-    """The rules of a section's dataclass. Field metadata: choices, interval, keys; annotation where OmegaConf has none."""
+    """A section's rules, from field metadata: choices, interval, keys; annotation where OmegaConf has none."""
     return {
         field.name: Rule(
             field.metadata.get("annotation", field.type),
@@ -54,6 +54,8 @@ def check_keys(
     """The keys that are settings; for the others, what was meant. `homes` says which section owns a key."""
     known = []
     for key in values:
+        if not isinstance(key, str):
+            continue
         if key in rules:
             known.append(key)
             continue
@@ -101,6 +103,8 @@ def _training_rule(name: str, field: TrainingField) -> Rule:
 
 def check_value(value: Any, path: str, rule: Rule, mistakes: Mistakes) -> Any:
     """The value, checked; a mistake is told once."""
+    if mistakes.told(path):
+        return value
     if value is False and "no" in rule.choices:
         return "no"
     alternatives = _alternatives(rule.annotation)

@@ -24,6 +24,7 @@ class Mistakes:
         self.where = where
         self.found: list[str] = []
         self._overridden: dict[str, str] = {}
+        self._told: set[str] = set()
 
     def mark(self, path: str, override: str) -> None:
         """Say that what stands at `path`, and below, came from this override."""
@@ -32,8 +33,13 @@ class Mistakes:
     def overridden(self, path: str) -> bool:
         return self._origin(path) is not None
 
+    def told(self, path: str) -> bool:
+        """Whether something is wrong with this very key already; what follows from that is not told too."""
+        return path in self._told
+
     def add(self, path: str, message: str) -> None:
         """`path` is the dotted key, "" for the whole text. Messages read on from it: "training.seed must be ..."."""
+        self._told.add(path)
         origin = self._origin(path)
         where = self.where if origin is None else f"override {origin}"
         line = f"{where}: {path} {message}" if path else f"{where}: {message}"
@@ -166,10 +172,10 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str], mistakes: 
         except ValueError as error:
             mistakes.add(path, f"has a value that is not valid YAML: {error}")
             continue
-        _set(values, path, value, mistakes)
+        _set(values, path, value, override, mistakes)
 
 
-def _set(values: dict[str, Any], path: str, value: Any, mistakes: Mistakes) -> None:
+def _set(values: dict[str, Any], path: str, value: Any, override: str, mistakes: Mistakes) -> None:
     parts = path.split(".")
     node: Any = values
     for depth, part in enumerate(parts):
@@ -188,12 +194,14 @@ def _set(values: dict[str, Any], path: str, value: Any, mistakes: Mistakes) -> N
                 return
             if index == len(node):
                 node.append(fresh)
+                mistakes.mark(".".join(parts[: depth + 1]), override)
             elif last or node[index] is None:
                 node[index] = fresh
             node = node[index]
         elif isinstance(node, dict):
             if last or node.get(part) is None:
                 node[part] = fresh
+                mistakes.mark(".".join(parts[: depth + 1]), override)
             node = node[part]
         else:
             mistakes.add(path, f"cannot be set: {parent} holds {kind_of(node)}")
@@ -282,4 +290,4 @@ def kind_of(value: Any) -> str:
         return "a mapping (key: value)"
     if isinstance(value, list | tuple):
         return "a list"
-    return f"a {type(value).__name__}"
+    return f"the Python type {type(value).__name__}"
