@@ -1,0 +1,50 @@
+"""Hugging Face's layout: config.json with a model_type; safetensors or pytorch_model.bin, whole or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+
+from ssm_tune.families import family_of
+from ssm_tune.layouts.layout import Layout, rename_embedding, transformers_weight_files
+from ssm_tune.layouts.source import Source
+from ssm_tune.recipe import RecipeError
+
+
+def recognise(source: Source) -> bool:
+    """Whether config.json names a model_type."""
+    config = source.read_json("config.json")
+    return config is not None and "model_type" in config
+
+
+def read_config(source: Source) -> PreTrainedConfig:
+    """The config, of a supported family.
+
+    Raises:
+        RecipeError: a model_type outside the families, or values that its config class refuses.
+    """
+    path = source.require("config.json", because="it describes the model")
+    values = source.read_json("config.json") or {}
+    try:
+        family_of(values["model_type"])
+    except RecipeError as error:
+        raise RecipeError(f"{source.label}: {str(error).removeprefix('model.name: ')}") from error
+    with valid_config(values["model_type"], str(path)):
+        # transformers reads the file itself: it knows the old spellings, and its own one of infinity.
+        return AutoConfig.from_pretrained(path.parent)
+
+
+@contextmanager
+def valid_config(model_type: str, where: str) -> Iterator[None]:
+    """Values that a config class refuses become a RecipeError that begins with `where`."""
+    try:
+        yield
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise RecipeError(f"{where}: not a valid {model_type} config: {text}") from error
+
+
+LAYOUT = Layout("huggingface", recognise, read_config, transformers_weight_files, rename_embedding)
