@@ -1,8 +1,8 @@
 """The families: one row per model_type, and what is not right with it, by name.
 
-A row is names and facts, no code and no import of torch: other modules ask it which layers there are to adapt, to wrap, to
-keep in float32. The mixers (`ssm_tune.mixers`) ask it which class computes what. To add a family whose mixer is a Mamba-1 or
-Mamba-2 block, add a row; for a new kind of mixer, add a file in `ssm_tune/mixers` as well.
+A row is names and facts, no code and no import of torch: other modules ask it which layers there are to adapt, to
+wrap, to keep in float32. The mixers (`ssm_tune.mixers`) ask it which class computes what. To add a family whose mixer
+is a Mamba-1 or Mamba-2 block, add a row; for a new kind of mixer, add a file in `ssm_tune/mixers` as well.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Family:
         kind: which mixer of `ssm_tune.mixers.patch` computes it; None: left to transformers.
         projections: the mixer's linear layers. attention, mlp: those of the other layers of a hybrid.
         portable: the linear layers whose adapters unpatched PEFT loads with equal logits.
-        ssm_parameters: parameters of the state-space recurrence, as the ends of their names. Kept in float32, not decayed.
+        ssm_parameters: parameters of the state-space recurrence, as the ends of their names. Kept in float32, not
+            decayed.
         weights_outside_linear: projections that are bare parameters, which no adapter on modules reaches.
-        shared: attributes of the block that hold one module used by several blocks.
+        shared: attributes of blocks whose weights are those of other blocks too.
         exact: a packed row gives what each of its documents gives alone, in training and evaluation.
         refused: what cannot be right, as (what is asked for -> why not and what to do). See `refusals`.
     """
@@ -70,8 +71,8 @@ class Family:
 
 
 _LEAKS = (
-    "transformers does not keep the documents of a packed row apart in this family ({where}), so packing would leak from one "
-    "document into the next. Set training.packing=false."
+    "transformers does not keep the documents of a packed row apart in this family ({where}), so packing would leak "
+    "from one document into the next. Set training.packing=false."
 )
 
 _ROWS = (
@@ -121,7 +122,7 @@ _ROWS = (
         refused=MappingProxyType(
             {
                 "packing": _LEAKS.format(where="its Mamba layers drop seq_idx"),
-                "dt_proj": "transformers reads dt_proj's weight without calling the module, so an adapter on it never trains.",
+                "dt_proj": "transformers reads its weight without calling the module, so an adapter never trains.",
             }
         ),
     ),
@@ -133,7 +134,7 @@ _ROWS = (
         mixer_path="mamba",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
-        mlp=_GATED_MLP,
+        mlp=(*_GATED_MLP, "linear"),
         portable=("in_proj", "out_proj"),
         ssm_parameters=("A_log", "D", "dt_proj_bias"),
         weights_outside_linear=("x_proj_weight", "dt_proj_weight"),
@@ -150,7 +151,7 @@ _ROWS = (
         mixer_path="mamba",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
-        mlp=("gate_up_proj", "down_proj"),
+        mlp=("gate_up_proj", "down_proj", "linear"),
         portable=("in_proj", "out_proj"),
         shared=("shared_transformer",),
     ),
@@ -224,7 +225,7 @@ def family_of(model_type: str) -> Family:
 
 
 def refusals(family: Family, *, packing: bool = False, targets: Collection[str] = ()) -> list[str]:
-    """What of a run would silently go wrong in this family: one message each, with the way out; empty when all is right.
+    """What of a run would silently go wrong in this family: one message each, with the way out; none when all is right.
 
     Args:
         packing: rows hold several documents that must not see each other.

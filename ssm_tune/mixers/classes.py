@@ -1,7 +1,7 @@
 """A patched class: ours before the stock one in its bases, under the stock name.
 
-Saving writes the class's name into config.json, sharding wraps blocks by name and PEFT records the model's module, so all of them
-must see the stock names. `unpatch_model` puts the stock class back.
+Saving writes the class's name into config.json, sharding wraps blocks by name and PEFT records the model's module, so
+all of them must see the stock names. `unpatch_model` puts the stock class back.
 """
 
 from __future__ import annotations

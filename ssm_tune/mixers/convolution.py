@@ -17,7 +17,8 @@ def convolve_row(
     keep_window: bool,
     activation: str | None = "silu",
 ) -> tuple[Tensor, Tensor | None]:
-    """x (batch, length, dim) convolved and activated, and the window (batch, dim, width - 1) after it if it is to be kept.
+    """x (batch, length, dim) convolved and activated, and the window (batch, dim, width - 1) after it if it is to be
+    kept.
 
     `window`: the inputs before the first token, where a cache is continued.
     """

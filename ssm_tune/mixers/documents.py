@@ -1,7 +1,8 @@
 """Where documents begin in a batch: whatever form the borders come in, one tensor for every layer.
 
-The document index is int32 (batch, length): the number of each token's document within its row, -1 for padding. Blocks get it
-as an explicit argument, never through a context, because gradient checkpointing runs them again after the forward pass is over.
+The document index is int32 (batch, length): the number of each token's document within its row, -1 for padding. Blocks
+get it as an explicit argument, never through a context, because gradient checkpointing runs them again after the
+forward pass is over.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def document_index(
 
     Args:
         seq_idx: (batch, length) integers, already an index.
-        cu_seq_lens_q: (documents + 1,) integers, the cumulated lengths of the documents of one row; later tokens are padding.
+        cu_seq_lens_q: (documents + 1,) integers, the cumulated lengths of the documents of one row; later tokens are
+            padding.
         position_ids: (batch or 1, length); a document begins wherever a position is not the one before it plus one.
-        attention_mask: (batch, at least length), 0 marks padding; the last `length` columns count, as when a cache is continued.
+        attention_mask: (batch, at least length), 0 marks padding; the last `length` columns count, as when a cache is
+            continued.
 
     Raises:
         ValueError: a tensor of another shape, or borders that cannot be told (cu_seq_lens_q with several rows).
@@ -48,7 +51,8 @@ def document_index(
         return None
     if attention_mask is not None:
         index = index.masked_fill(~_real_tokens(shape, attention_mask.to(device)), PADDING)
-    # Plain rows take the plain path. Looking costs one wait for the device, so it is not done for the borders of packed rows.
+    # Plain rows take the plain path. Looking costs one wait for the device, so it is not done for the borders of
+    # packed rows.
     if seq_idx is None and cu_seq_lens_q is None and not torch.compiler.is_compiling() and not index.any():
         return None
     return index.contiguous()
@@ -95,5 +99,7 @@ def predicts_own_document(index: Tensor) -> Tensor:
 
 
 def mask_labels(labels: Tensor, index: Tensor | None, ignore_index: int = -100) -> Tensor:
-    """Labels (batch, length), aligned with their tokens, without those that another document or padding would predict."""
+    """Labels (batch, length), aligned with their tokens, without those that another document or padding would
+    predict.
+    """
     return labels if index is None else labels.masked_fill(~predicts_own_document(index), ignore_index)

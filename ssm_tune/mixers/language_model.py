@@ -1,7 +1,8 @@
-"""Block, backbone and causal language model of the families that are state-space layers only (mamba, falcon_mamba, mamba2).
+"""Block, backbone and causal language model of the families that are state-space layers only (mamba, falcon_mamba,
+mamba2).
 
-Stock drops the borders of documents on the way down: the causal language model does not pass them to the backbone, the backbone
-not to its blocks, the blocks not to their mixers. These do, as one explicit argument.
+Stock drops the borders of documents on the way down: the causal language model does not pass them to the backbone, the
+backbone not to its blocks, the blocks not to their mixers. These do, as one explicit argument.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Block(Patched):
     ) -> Tensor:
         """hidden_states, and the result: (batch, length, hidden), the residual stream.
 
-        The stream goes into the norm as it is, float32 if `residual_in_fp32`; stock rounds it to the norm's dtype before.
+        The stream goes into the norm as it is, float32 if `residual_in_fp32`; stock rounds it to the norm's dtype
+        before.
         """
         residual = hidden_states.float() if self.residual_in_fp32 else hidden_states
         return residual + self.mixer(self.norm(residual), cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
@@ -60,10 +62,11 @@ class Backbone(Patched):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As stock, and `seq_idx` (batch, length) int32, -1 padding, or `cu_seq_lens_q`, or `position_ids` that restart.
+        """As stock, and `seq_idx` (batch, length) int32, -1 padding, or `cu_seq_lens_q`, or `position_ids` that
+        restart.
 
-        Which of them counts is said in `documents.document_index`. Other keywords (cu_seq_lens_k, max_length_q, ...) say what
-        these have said already.
+        Which of them counts is said in `documents.document_index`. Other keywords (cu_seq_lens_k, max_length_q, ...)
+        say what these have said already.
 
         Raises:
             ValueError: not exactly one of input_ids and inputs_embeds, or borders of another shape.
@@ -125,8 +128,8 @@ class CausalLM(Patched):
     ) -> Any:
         """As stock, with the borders that `Backbone.forward` takes. Other keywords go to the loss (num_items_in_batch).
 
-        labels: (batch, length), shifted inside. The first token of a document is no label of the document before it, and
-        padding predicts nothing, so that the loss of a packed or padded row is the loss of its documents alone.
+        labels: (batch, length), shifted inside. The first token of a document is no label of the document before it,
+        and padding predicts nothing, so that the loss of a packed or padded row is the loss of its documents alone.
         """
         source = input_ids if inputs_embeds is None else inputs_embeds
         if source is not None:

@@ -1,7 +1,7 @@
 """The Mamba-1 mixer (Mamba, section 3.4 and figure 3), for transformers' models that hold one.
 
-Against stock: every projection is called as a module, documents are kept apart, training computes what evaluation computes, and
-a cache is continued by any number of tokens.
+Against stock: every projection is called as a module, documents are kept apart, training computes what evaluation
+computes, and a cache is continued by any number of tokens.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class MambaMixer(Patched):
 
 
 class NormedMambaMixer(MambaMixer):
-    """Falcon-Mamba and Jamba normalise dt, B and C. dt before dt_proj, as both models do in evaluation and in every server.
+    """Falcon-Mamba and Jamba normalise dt, B and C. dt before dt_proj, as both models do in evaluation and in every
+    server.
 
     The fused kernel that stock trains Falcon-Mamba with normalises dt after dt_proj, which is another function.
     """

@@ -1,7 +1,7 @@
 """The Mamba-2 mixer (Mamba-2, section 7.1 and figure 6), for transformers' models that hold one.
 
-Against stock: out_proj is called as a module, documents are kept apart on every device, training computes what evaluation
-computes, and a decoding step clamps step sizes as the scan does.
+Against stock: out_proj is called as a module, documents are kept apart on every device, training computes what
+evaluation computes, and a decoding step clamps step sizes as the scan does.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from ssm_tune.mixers.mamba2 import Mamba2Mixer
 
 logger = logging.getLogger(__name__)
 
-# The forwards of each kind of family: its mixer, and what goes round the mixer (None: transformers' own passes borders on).
+# The forwards of each kind of family: its mixer, and what goes round the mixer (None: transformers' own passes
+# borders on).
 _MIXERS: dict[str, type[Patched]] = {
     "mamba": MambaMixer,
     "normed_mamba": NormedMambaMixer,
@@ -27,9 +28,10 @@ _MIXERS: dict[str, type[Patched]] = {
 def patch_model(model: nn.Module) -> nn.Module:
     """Make a causal language model of a supported family train what it evaluates; in place, and given back.
 
-    Works on transformers models and on PEFT models round them, before or after adapters are put in. Parameters, their names
-    and the names of classes stay as they are, so saving, sharding by class name and loading elsewhere are not touched.
-    Patching a second time does nothing. Families that have no mixers of ours yet are left as they are, and that is logged.
+    Works on transformers models and on PEFT models round them, before or after adapters are put in. Parameters, their
+    names and the names of classes stay as they are, so saving, sharding by class name and loading elsewhere are not
+    touched. Patching a second time does nothing. Families that have no mixers of ours yet are left as they are, and
+    that is logged.
 
     Raises:
         RecipeError: the model is of no family that ssm-tune knows.
@@ -38,8 +40,8 @@ def patch_model(model: nn.Module) -> nn.Module:
     family = _find_family(model)
     if family.kind is None:
         logger.warning(
-            "%s keeps transformers' own forward: right for unpacked rows, but packing is refused and it runs without this "
-            "package's kernels.",
+            "%s keeps transformers' own forward: right for unpacked rows, but packing is refused and it runs without "
+            "this package's kernels.",
             family.model_type,
         )
         return model
@@ -98,9 +100,9 @@ def _check_patchable(module: nn.Module) -> None:
         raise ValueError(f"hidden_act={activation!r}: the kernels of {type(module).__name__} only know silu.")
     if "forward" in vars(module) and "_old_forward" not in vars(module):
         raise ValueError(
-            f"{type(module).__name__}.forward was replaced on the object itself (a trainer does that to add its loss), so "
-            "changing its class would not reach it. Patch or unpatch the model before it goes to a trainer, or delete the "
-            "attribute `forward` from the model."
+            f"{type(module).__name__}.forward was replaced on the object itself (a trainer does that to add its loss), "
+            "so changing its class would not reach it. Patch or unpatch the model before it goes to a trainer, or "
+            "delete the attribute `forward` from the model."
         )
 
 

@@ -27,9 +27,10 @@ def project(linear: nn.Module, x: Tensor, quantised_dtype: torch.dtype | None = 
 def project_without_bias(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """`linear(x)` without its bias, and the bias.
 
-    dt_proj's bias is about -5 while what it is added to is small: their sum, rounded to bfloat16, changes step sizes by one
-    or two per cent. The scan adds the bias in float32 instead. The bias is taken away for the duration of the call, rather
-    than subtracted afterwards, so that every kind of layer (quantised, LoRA, DoRA) leaves it out before it rounds.
+    dt_proj's bias is about -5 while what it is added to is small: their sum, rounded to bfloat16, changes step sizes
+    by one or two per cent. The scan adds the bias in float32 instead. The bias is taken away for the duration of the
+    call, rather than subtracted afterwards, so that every kind of layer (quantised, LoRA, DoRA) leaves it out before
+    it rounds.
     """
     owner = _bias_owner(linear)
     bias = owner._parameters["bias"]

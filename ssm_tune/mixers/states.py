@@ -1,7 +1,7 @@
 """Reading and writing a mixer's states in transformers' cache, in transformers' own format.
 
-A cache holds, per layer, the last `conv_kernel` inputs of the convolution (batch, dim, conv_kernel), the newest last, and the
-recurrent state. Kernels take the last `conv_kernel` - 1 inputs, all that the next output can see.
+A cache holds, per layer, the last `conv_kernel` inputs of the convolution (batch, dim, conv_kernel), the newest last,
+and the recurrent state. Kernels take the last `conv_kernel` - 1 inputs, all that the next output can see.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 
 def read_states(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
-    """The convolution's window (batch, dim, conv_kernel - 1) and the recurrent state, both views into the cache; None if new."""
+    """The convolution's window (batch, dim, conv_kernel - 1) and the recurrent state, both views into the cache; None
+    if new.
+    """
     if cache is None:
         return None, None
     window, state = cache.get_conv_state(layer), cache.get_recurrent_state(layer)

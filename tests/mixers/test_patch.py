@@ -1,0 +1,143 @@
+"""patch_model changes what is computed and nothing else, and can be taken back."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from peft import LoraConfig, get_peft_model
+from rows import make_documents, packed, relative_error, run
+from tiny import KINDS, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ssm_tune import RecipeError
+from ssm_tune.families import family_of
+from ssm_tune.mixers import is_patched, patch_model, unpatch_model
+
+EXACT = [kind for kind in KINDS if family_of(tiny_config(kind).model_type).exact]
+
+
+def classes(model: Any) -> list[str]:
+    return [type(module).__name__ for module in model.modules()]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return run(model, packed(make_documents())).logits
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_names_and_weights_stay(kind: str) -> None:
+    stock, model = tiny_model(kind), tiny_model(kind)
+    assert not is_patched(model)
+    assert patch_model(model) is model and is_patched(model)
+    assert classes(model) == classes(stock)
+    assert type(model) is not type(stock) and isinstance(model, type(stock))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    patched_class = type(model)
+    assert type(patch_model(model)) is patched_class
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_unpatching_gives_stock_back(kind: str) -> None:
+    stock = tiny_model(kind)
+    model = unpatch_model(patch_model(tiny_model(kind)))
+    assert not is_patched(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in stock.modules()]
+    ids = make_documents()[2][None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+    assert unpatch_model(stock) is stock
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("kind", EXACT)
+def test_copies_are_patched_models(kind: str, copier: Any) -> None:
+    model = patch_model(tiny_model(kind))
+    other = copier(model)
+    assert type(other) is type(model) and is_patched(other)
+    assert torch.equal(logits(other), logits(model))
+    assert not is_patched(unpatch_model(other)) and is_patched(model)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_saved_folders_are_stock(kind: str, tmp_path: Path) -> None:
+    stock = tiny_model(kind)
+    patch_model(tiny_model(kind)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [type(stock).__name__] and "auto_map" not in config
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(stock)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, stock.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_signatures_name_the_borders(kind: str) -> None:
+    model = patch_model(tiny_model(kind))
+    for module in (model, model.base_model):
+        parameters = inspect.signature(type(module).forward).parameters
+        assert {"input_ids", "attention_mask", "seq_idx", "cu_seq_lens_q", "position_ids"} <= set(parameters)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_before_or_after_adapters(kind: str) -> None:
+    settings = {"r": 2, "target_modules": ["in_proj"], "init_lora_weights": False}
+    torch.manual_seed(1)
+    before = get_peft_model(patch_model(tiny_model(kind)), LoraConfig(**settings))
+    torch.manual_seed(1)
+    after = patch_model(get_peft_model(tiny_model(kind), LoraConfig(**settings)))
+    assert torch.equal(logits(before), logits(after))
+    merged = after.merge_and_unload()
+    assert type(merged).__name__ == type(tiny_model(kind)).__name__
+    assert relative_error(logits(merged), logits(before)) < 1e-5
+    assert not is_patched(unpatch_model(merged))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_models_with_accelerate_hooks(kind: str) -> None:
+    """Hooks keep the bound forward of the class that they found (quantised models always have hooks)."""
+    wanted = logits(patch_model(tiny_model(kind)))
+    model = tiny_model(kind)
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    assert torch.equal(logits(patch_model(model)), wanted)
+    unpatch_model(model)
+    ids = make_documents()[2][None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, tiny_model(kind)(ids).logits)
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    model = tiny_model("mamba")
+    model.forward = model.forward
+    with pytest.raises(ValueError, match="before it goes to a trainer"):
+        patch_model(model)
+    assert not is_patched(model)
+
+
+def test_other_activations_are_refused() -> None:
+    model = tiny_model("mamba", hidden_act="gelu")
+    with pytest.raises(ValueError, match="only know silu"):
+        patch_model(model)
+    assert not is_patched(model)
+
+
+def test_other_models_are_refused() -> None:
+    llama = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    with pytest.raises(RecipeError, match="llama"):
+        patch_model(llama)
+    with pytest.raises(ValueError, match="no transformers model"):
+        patch_model(torch.nn.Linear(2, 2))

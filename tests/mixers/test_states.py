@@ -1,0 +1,117 @@
+"""A row gives the same logits whole, in pieces and token by token, whatever is padded round it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rows import make_documents, padded, relative_error
+from tiny import KINDS, tiny_config, tiny_model
+
+from ssm_tune.families import family_of
+from ssm_tune.mixers import patch_model
+
+EXACT = [kind for kind in KINDS if family_of(tiny_config(kind).model_type).exact]
+TOLERANCE = 1e-5
+LENGTH = 40
+
+
+def feed(model: Any, ids: torch.Tensor, sizes: list[int], masks: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of rows fed in pieces of these sizes through one cache."""
+    cache, logits, begin = None, [], 0
+    with torch.no_grad():
+        for size in sizes:
+            mask = None if masks is None else masks[:, : begin + size]
+            output = model(ids[:, begin : begin + size], attention_mask=mask, cache=cache, use_cache=True)
+            cache = output.cache
+            logits.append(output.logits)
+            begin += size
+    assert begin == ids.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("sizes", [[LENGTH], [1] * LENGTH, [1, 7, 16, 2, 1, 13], [33, 1, 1, 5]], ids=str)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_pieces_give_the_logits_of_the_whole(kind: str, sizes: list[int], training: bool) -> None:
+    model = tiny_model(kind)
+    ids = torch.randint(6, 260, (2, LENGTH))
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+    got = feed(patch_model(model).train(training), ids, sizes)
+    assert relative_error(got, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("sizes", [[20], [9, 11], [1] * 20], ids=str)
+@pytest.mark.parametrize("kind", EXACT)
+def test_padded_prompts_are_continued_as_if_unpadded(kind: str, sizes: list[int], side: str) -> None:
+    """Right pads too: the state and the window that go into the cache are those after the last real token."""
+    model = tiny_model(kind)
+    documents = make_documents((20, 3, 1, 12))
+    more = torch.randint(6, 260, (4, 6))
+    whole = [torch.cat([document, tail])[None] for document, tail in zip(documents, more, strict=True)]
+    with torch.no_grad():
+        wanted = torch.cat([model(ids, use_cache=False).logits[:, -6:] for ids in whole])
+    layout = padded(documents, side)
+    ids = torch.cat([layout.inputs["input_ids"], more], dim=1)
+    mask = torch.cat([layout.inputs["attention_mask"], torch.ones_like(more)], dim=1)
+    got = feed(patch_model(model), ids, [*sizes, 4, 1, 1], mask)[:, -6:]
+    assert relative_error(got, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 7}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("kind", EXACT)
+def test_generating_in_a_left_padded_batch_is_generating_alone(kind: str, settings: dict[str, Any]) -> None:
+    if "prefill_chunk_size" in settings and not family_of(tiny_config(kind).model_type).hybrid:
+        pytest.skip("transformers' generate cuts prompts only where an attention layer counts the tokens seen")
+    model = tiny_model(kind)
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **settings}
+    documents = make_documents((20, 3, 1, 12))
+    alone = {key: value for key, value in settings.items() if key != "prefill_chunk_size"}
+    wanted = torch.cat([model.generate(document[None], **alone)[:, -8:] for document in documents])
+    got = patch_model(model).generate(**padded(documents, "left").inputs, **settings)[:, -8:]
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "codestral"])
+def test_decoding_clamps_step_sizes_as_the_scan_does(kind: str) -> None:
+    model = tiny_model(kind, time_step_limit=(0.005, 0.01))
+    ids = torch.randint(6, 260, (2, LENGTH))
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+    got = feed(patch_model(model), ids, [8] + [1] * (LENGTH - 8))
+    assert relative_error(got, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_bfloat16_generates(kind: str) -> None:
+    """Weights in bf16, SSM parameters in float32: the states are float32, and prefill and steps agree."""
+    model = patch_model(tiny_model(kind))
+    for name, parameter in model.named_parameters():
+        if not family_of(model.config.model_type).is_ssm_parameter(name):
+            parameter.data = parameter.data.bfloat16()
+    ids = torch.randint(6, 260, (2, LENGTH))
+    with torch.no_grad():
+        output = model(ids, use_cache=True)
+        wanted = model(ids, use_cache=False).logits
+    states = [layer.recurrent_states[0] for layer in output.cache.layers if hasattr(layer, "recurrent_states")]
+    assert states and all(state.dtype == torch.float32 for state in states if state is not None)
+    assert relative_error(feed(model, ids, [5] + [1] * (LENGTH - 5)), wanted) < 0.05
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (2, LENGTH + 4)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_cache_can_be_trained_through(kind: str) -> None:
+    """The gradient through a cache continued twice is the gradient of the whole row."""
+    model = patch_model(tiny_model(kind))
+    ids = torch.randint(6, 260, (1, 24))
+    model(ids, use_cache=False).logits[:, 16:].square().sum().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    cache = model(ids[:, :9], use_cache=True).cache
+    cache = model(ids[:, 9:16], cache=cache, use_cache=True).cache
+    model(ids[:, 16:], cache=cache, use_cache=True).logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, wanted[name]) < 2 * TOLERANCE, name

@@ -1,0 +1,86 @@
+"""The table of families says what transformers' models really are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tiny import KINDS, tiny_config, tiny_model
+from torch import nn
+
+from ssm_tune.families import FAMILIES, Family, family_of, refusals
+from ssm_tune.recipe import RecipeError
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, ssm_tune.families; sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_every_family_is_tested() -> None:
+    assert {tiny_config(kind).model_type for kind in KINDS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_those_of_the_model(kind: str) -> None:
+    model = tiny_model(kind)
+    family = family_of(model.config.model_type)
+    classes = {type(module).__name__: module for module in model.modules()}
+    assert {*family.blocks, family.mixer} <= set(classes)
+    assert type(classes[family.block].get_submodule(family.mixer_path)).__name__ in {
+        family.mixer,
+        *other_mixers(family),
+    }
+    mixer = classes[family.mixer]
+    assert {name for name, module in mixer.named_children() if isinstance(module, nn.Linear)} == set(family.projections)
+    own = {name for name, _ in mixer.named_parameters()}
+    assert set(family.ssm_parameters) <= own and set(family.weights_outside_linear) <= own
+    assert all(family.is_ssm_parameter("model.layers.0.x." + name) for name in family.ssm_parameters)
+    assert not family.is_ssm_parameter("model.layers.0.x.in_proj.weight") and not family.is_ssm_parameter("xD")
+
+
+def other_mixers(family: Family) -> set[str]:
+    """What else the attribute of the mixer holds, in families whose blocks are all of one class."""
+    return {"NemotronHAttention", "NemotronHMLP"} if family.model_type == "nemotron_h" else set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_linear_layer_is_in_the_table(kind: str) -> None:
+    """Except the head, and the low-rank terms that zamba2 has of its own."""
+    model = tiny_model(kind)
+    family = family_of(model.config.model_type)
+    leaves = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "adapter_list" not in name
+    }
+    assert leaves - {"lm_head"} == {*family.projections, *family.attention, *family.mlp}
+    assert set(family.portable) <= leaves
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_weights_are_named(kind: str) -> None:
+    model = tiny_model(kind)
+    family = family_of(model.config.model_type)
+    seen: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if ".layers." in name:
+            seen.setdefault(id(parameter), set()).add(name)
+    repeated = {name for names in seen.values() if len(names) > 1 for name in names}
+    assert {name.split(".")[3] for name in repeated} == set(family.shared)
+
+
+def test_unknown_types_get_the_nearest_name() -> None:
+    with pytest.raises(RecipeError, match=r"'mamba3'.*Did you mean mamba"):
+        family_of("mamba3")
+    with pytest.raises(RecipeError, match="It trains mamba, "):
+        family_of("llama")
+
+
+def test_refusals_name_family_key_and_way_out() -> None:
+    assert refusals(family_of("mamba2"), packing=True, targets=["in_proj", "out_proj"]) == []
+    for family in FAMILIES.values():
+        found = refusals(family, packing=True)
+        assert bool(found) != family.exact
+        assert all(family.model_type in text and "training.packing=false" in text for text in found)
