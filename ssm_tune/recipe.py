@@ -246,6 +246,7 @@ def _build(
     apply_overrides(values, overrides, mistakes)
     if check_leaves(values, mistakes):
         values = resolve_interpolations(values, mistakes)
+        check_leaves(values, mistakes)  # an environment variable may hold anything
     sections = _check(values, mistakes, complete)
     resolve_paths(sections, source, mistakes, check_files)
     if mistakes.found:

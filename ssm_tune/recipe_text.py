@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -14,7 +14,6 @@ _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
 )
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$")
-_PLAIN_TAGS = ("null", "bool", "str", "seq", "map")
 
 
 class Mistakes:
@@ -62,6 +61,13 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.twice: list[str] = []
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            problem = "tags (a word after !) have no meaning in a recipe"
+            raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first: dict[str, int] = {}
         for key, _ in node.value:
@@ -80,11 +86,6 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
-_Loader.yaml_constructors = {
-    tag: constructor
-    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.rpartition(":")[2] in (*_PLAIN_TAGS, "int", "float")
-}
 
 
 def read_yaml(text: str, mistakes: Mistakes) -> dict[str, Any]:
@@ -118,8 +119,6 @@ def _describe(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or error.context or "not readable"
     if "'\\t'" in problem:
         problem = "a tab; YAML is indented with spaces"
-    elif "could not determine a constructor" in problem:
-        problem = "tags (a word after !) have no meaning in a recipe"
     elif "expected a single document" in (error.context or ""):
         problem = "a second document begins here (---); a recipe is one"
     line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
@@ -209,29 +208,34 @@ def _set(values: dict[str, Any], path: str, value: Any, override: str, mistakes:
 
 
 def resolve_interpolations(values: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
-    """Replace OmegaConf's ${section.key} and ${oc.env:NAME}."""
-    if not any(isinstance(leaf, str) and ("${" in leaf or leaf == "???") for _, leaf in leaves(values)):
+    """Replace OmegaConf's ${section.key} and ${oc.env:NAME}; what cannot be replaced is told, key by key."""
+    written = {path: leaf for path, leaf in leaves(values) if isinstance(leaf, str) and ("${" in leaf or leaf == "???")}
+    if not written:
         return values
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    before = len(mistakes.found)
+
+    def attempt(path: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except OmegaConfBaseException as error:
+            reason = f"cannot be read: {str(error).splitlines()[0]}"
+            mistakes.add(path, "still needs a value (???)" if written.get(path) == "???" else reason)
+
+    for path, leaf in written.items():
+        attempt(path, lambda leaf=leaf: OmegaConf.create({"alone": leaf}))  # else the whole could not be made
+    if len(mistakes.found) > before:
+        return values
     config = OmegaConf.create(values)
-    wrong = 0
-    for path, leaf in leaves(values):
-        if isinstance(leaf, str) and ("${" in leaf or leaf == "???"):
-            try:
-                OmegaConf.select(config, path, throw_on_missing=True, throw_on_resolution_failure=True)
-            except OmegaConfBaseException as error:
-                reason = str(error).splitlines()[0]
-                mistakes.add(path, f"still needs a value ({leaf})" if leaf == "???" else f"cannot be read: {reason}")
-                wrong += 1
-    if wrong:
+    for path in written:
+        attempt(path, lambda path=path: OmegaConf.select(config, path, throw_on_missing=True))
+    if len(mistakes.found) > before:
         return values
-    try:
-        return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        mistakes.add("", f"cannot be read: {str(error).splitlines()[0]}")
-        return values
+    resolved: list[Any] = []
+    attempt("", lambda: resolved.append(OmegaConf.to_container(config, resolve=True)))
+    return resolved[0] if resolved else values
 
 
 def escape_interpolations(value: Any) -> Any:
