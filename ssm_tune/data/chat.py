@@ -103,7 +103,7 @@ class Renderer:
         self.end_markers: set[str] = set()  # what the template wrote after the assistant's texts
 
     def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """The text of a conversation; `generate`: up to where the assistant begins. Raises RecipeError if it cannot be."""
+        """The text of a conversation; `generate`: up to where the assistant begins. Raises RecipeError."""
         return self._render(messages, generate)[0]
 
     def pieces(self, messages: Sequence[Message], loss_from: int = 0) -> list[Piece]:

@@ -22,8 +22,8 @@ class Collator:
       in a packed row does not predict it. Padding has no label because of where it is, whatever token it is, so that
       eos is learned even by a tokenizer that pads with eos.
     - attention_mask: int64 (batch, length), where no row is packed; or
-    - position_ids: int64, starting again at 0 in every document, and seq_idx: int32, the number of the document in its row
-      and -1 on padding; both (batch, length).
+    - position_ids: int64, starting again at 0 in every document, and seq_idx: int32, the number of the document in its
+      row and -1 on padding; both (batch, length).
     - rows: int64 (batch, most documents in a row), the numbers of the source rows, -1 where there are fewer.
 
     Args:

@@ -234,7 +234,9 @@ def _without_signature(doc: str) -> str:
     return _clean("\n".join(lines))
 
 
-_PUNCTUATION = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "…": "...", "–": "-", "—": "-", "\xa0": " "})
+_PUNCTUATION = str.maketrans(
+    {0x201C: '"', 0x201D: '"', 0x2018: "'", 0x2019: "'", 0x2026: "...", 0x2013: "-", 0x2014: "-", 0xA0: " "}
+)
 
 
 def _clean(text: str) -> str:

@@ -1,7 +1,7 @@
 """Local files, read strictly: JSON lines, JSON, CSV, Parquet and plain text.
 
-The readers of `datasets` guess: they turn the answer "42" of a CSV file into a number, the word "None" into nothing, and
-report broken JSON without its line. Here each row comes with its line, and what is wrong is said with file and line.
+The readers of `datasets` guess: they turn the answer "42" of a CSV file into a number, the word "None" into nothing,
+and report broken JSON without its line. Here each row comes with its line, and what is wrong is said with both.
 Everything but Parquet needs the standard library only, so that `ssm-tune validate` can look into files at once.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from ssm_tune.recipe import RecipeError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 NumberedRow = tuple[int, Any]  # the line (or item) number, from 1, and the row
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 _BOM = b"\xef\xbb\xbf"
 _SPLIT_WORDS = {
@@ -74,14 +74,7 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
     A .txt file is one row, {"text": everything in it}. Rows of JSON need not be objects: that is for the caller.
     Raises RecipeError naming file and line for what cannot be read, RecipeError too if there is no row at all.
     """
-    readers = {
-        ".jsonl": _read_json_lines,
-        ".json": _read_json,
-        ".csv": _read_csv,
-        ".tsv": _read_csv,
-        ".txt": _read_text,
-    }
-    reader = _read_parquet if path.suffix.lower() == ".parquet" else readers[path.suffix.lower()]
+    reader = _READERS[path.suffix.lower()]
     count = 0
     try:
         for numbered in reader(path):
@@ -95,9 +88,7 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
 
 def unit_of(path: Path) -> str:
     """What the numbers of `read_file` count, for messages."""
-    return {".jsonl": "line", ".csv": "line", ".tsv": "line", ".json": "item", ".parquet": "row", ".txt": ""}[
-        path.suffix.lower()
-    ]
+    return {".json": "item", ".parquet": "row", ".txt": ""}.get(path.suffix.lower(), "line")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -198,3 +189,13 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
     except pyarrow.ArrowInvalid as error:
         reason = str(error).splitlines()[0]
         raise RecipeError(f"{path}: not a readable Parquet file (after {number} rows): {reason}") from error
+
+
+_READERS = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}

@@ -9,9 +9,9 @@
 | `instruction`, `input` (may be absent or empty), `output` | one turn each, the input after an empty line |
 | `text` | a document; loss on everything |
 
-Other names: `columns` maps our name to the data's, `columns: {prompt: query, completion: reply}`. Our names stand on the
-left; the other way round is refused unless it reads sensibly. Conversations are written by the tokenizer's chat
-template, and where it has none as plain lines (see `ssm_tune.data.chat`).
+Other names: `columns` maps our name to the data's, `columns: {prompt: query, completion: reply}`. Our names stand on
+the left; the other way round is refused, since {prompt: completion, completion: prompt} has a meaning too.
+Conversations are written by the tokenizer's chat template, and where it has none as plain lines (`ssm_tune.data.chat`).
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Formatter:
 
 
 def check_text(value: Any, what: str, where: str, *, may_be_empty: bool = False) -> str:
-    """`value` if it is usable text. Raises RecipeError for another type, lone surrogates and (unless allowed) emptiness."""
+    """`value` if it is usable text. Raises RecipeError for another type, a lone surrogate, or (unless allowed) nothing."""
     if not isinstance(value, str):
         raise RecipeError(f"{where}: {what} must be text, not {_a(value)}.")
     try:

@@ -36,7 +36,7 @@ class DataReport:
 
     rows: read, and on this side of the train/eval split. sequences: rows of the token data set. documents: what they
     hold. tokens, loss_tokens: of one epoch, without padding. padding_share: of all positions, packed, or in random
-    batches where not packed. dropped, cut: rows left out altogether, rows (documents, in pretraining) shortened or split.
+    batches where not packed. dropped, cut: rows left out altogether, and rows shortened (in pretraining: split).
     """
 
     rows: int = 0
@@ -106,8 +106,8 @@ def prepare_data(
     """Read, tokenise, split, cut and pack all data of a run.
 
     max_length: tokens of the longest row, and of every packed row. completion_only_loss, assistant_only_loss: False
-    asks for a loss on the prompt too; None is True, unlike in TRL. dataset, eval_dataset: rows in memory, in the place of the
-    section's train and eval. batch_size: only for the share of padding in the report.
+    asks for a loss on the prompt too; None is True, unlike in TRL. dataset, eval_dataset: rows in memory, in the place
+    of the section's train and eval. batch_size: only for the share of padding in the report.
 
     Raises RecipeError for every mistake in the data, naming file and row, or if nothing is left to train on.
     """
@@ -139,7 +139,8 @@ def prepare_data(
     if held is not None:
         evaluation, report.eval = _lay_out(held, layout, "the held-out data")
     everything = [*sources, *held_sources]
-    report.notes = [*_written_as(encoder), *notes, *(note for one in everything for note in one.notes), *report.notes]
+    notes += [note for source in everything for note in source.notes]
+    report.notes = list(dict.fromkeys([*_written_as(encoder), *notes, *report.notes]))
     markers = sorted(encoder.renderer.end_markers - {tokenizer.eos_token})
     return PreparedData(train, evaluation, report, encoder.run_template(), markers, everything)
 
@@ -215,10 +216,9 @@ def _overlap(documents: Documents, held: Documents) -> list[str]:
     shared = int(np.isin(held.keys, documents.keys).sum())
     if not shared:
         return []
-    logger.warning(
-        "%d of %d held-out rows are also in the training data: the eval loss will flatter", shared, len(held)
-    )
-    return [f"{shared:,} of {len(held):,} held-out rows are also in the training data: the eval loss will flatter"]
+    note = f"{shared:,} of {len(held):,} held-out rows are also in the training data: the eval loss will flatter"
+    logger.warning(note)
+    return [note]
 
 
 def _written_as(encoder: Encoder) -> list[str]:
@@ -228,12 +228,10 @@ def _written_as(encoder: Encoder) -> list[str]:
         how = "the tokenizer's chat template" if own else "plain lines, since the tokenizer has no chat template"
         found.append(f"turns are written by {how}")
     if encoder.run_template() and encoder.tokenizer.chat_template:
-        found.append(
-            "prompts are exact texts: the run's tokenizer is saved with a chat template that adds nothing to them"
-        )
+        found.append("prompts are exact texts: the run's tokenizer is saved with a chat template that adds nothing")
     if encoder.lossy:
         found.append(
-            f"{encoder.lossy:,} of the first rows do not decode to their exact text: the tokenizer changes what it reads"
+            f"{encoder.lossy:,} of the first rows do not decode to their exact text: the tokenizer changes its input"
         )
     return found
 

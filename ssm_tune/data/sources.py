@@ -128,7 +128,7 @@ def _open(source: DataSource, where: str) -> Iterator[Source]:
     name, part = split.group(1), split.group(2) or ""
     path = Path(source.path).expanduser()
     if source.path in demo.NAMES and not path.exists():
-        yield _cut(Source(where, source.path, "row", lambda: enumerate(demo.read_demo(source.path, name))), name, part)
+        yield _cut(Source(where, source.path, "row", lambda: _read_demo(source.path, name)), name, part)
         return
     columns = dict(source.columns) if source.columns else None
     if path.exists() or _is_a_path(source.path):
@@ -144,6 +144,11 @@ def _open(source: DataSource, where: str) -> Iterator[Source]:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source.path):
         raise RecipeError(f"{where}.path: {source.path!r} is neither a file here nor a Hub name (owner/name).")
     yield Source(where, f"{source.path} {source.split}", "row", lambda: _read_hub(source, where), columns, remote=True)
+
+
+def _read_demo(name: str, split: str) -> Iterator[NumberedRow]:
+    for number, row in enumerate(demo.read_demo(name, split)):
+        yield number, {column: value for column, value in row.items() if column != "topic"}
 
 
 def _is_a_path(path: str) -> bool:

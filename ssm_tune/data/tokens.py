@@ -77,7 +77,7 @@ class Documents:
 
 @dataclass
 class Written:
-    """One row as text parts, before tokenising. `bos`: the tokenizer's own; `eos`: append it, learned as the last part."""
+    """One row as text parts, before tokenising. `bos`: put the tokenizer's own first; `eos`: append it, learned."""
 
     pieces: list[Piece]
     bos: bool
@@ -99,9 +99,7 @@ class Encoder:
 
     def __post_init__(self) -> None:
         if self.tokenizer.eos_token_id is None:
-            raise RecipeError(
-                "the tokenizer has no eos token, so a model could not learn to stop. Use another tokenizer."
-            )
+            raise RecipeError("the tokenizer has no eos token: a model could not learn to stop. Use another one.")
         template = self.tokenizer.chat_template
         self.renderer = Renderer(self.tokenizer, template or plain_template(self.tokenizer))
         self.bos = [self.tokenizer.bos_token_id] if adds_bos(self.tokenizer) else []
@@ -187,7 +185,7 @@ class Encoder:
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def _compare(self, batch: Sequence[Written], ids: list[NDArray[np.int32]], masks: list[NDArray[np.bool_]]) -> None:
-        """Count rows whose learned tokens do not decode to the learned text: the tokenizer changes text (as NFC does)."""
+        """Count rows whose learned tokens do not decode to the learned text (the tokenizer changes it, as NFC does)."""
         rows = range(min(len(batch), _CHECKED - self._checked))
         self._checked += len(rows)
         decoded = self.tokenizer.batch_decode(
