@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "adapter_targets",
     "apply_adapter",
+    "check_targets",
     "guard_allows",
     "guard_lifted",
     "is_adapted",
@@ -99,6 +100,26 @@ def guard_allows(model: nn.Module, target: str) -> bool:
     return True
 
 
+def check_targets(model: nn.Module, section: AdapterSection) -> None:
+    """Check an adapter section's names against a model (meta will do). Raises RecipeError with every mistake."""
+    mistakes: list[str] = []
+    paths: list[str] = []
+    try:
+        paths = find_targets(model, section.targets).paths
+    except RecipeError as error:
+        mistakes += error.mistakes
+    for check in (
+        lambda: find_ssm_parameters(model, section.train_also),
+        lambda: _check_modules_to_save(model, section.modules_to_save or [], paths),
+    ):
+        try:
+            check()
+        except RecipeError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
+
+
 def apply_adapter(
     model: nn.Module, section: AdapterSection, *, base_name: str | None = None, seed: int | None = None
 ) -> PeftModel:
@@ -125,7 +146,6 @@ def apply_adapter(
         use_dora=section.use_dora,
         target_modules=shorten_paths(model, found.paths),
         modules_to_save=modules or None,
-        base_model_name_or_path=base_name,
     )
     with guard_lifted(), torch.random.fork_rng() if seed is not None else nullcontext():
         if seed is not None:
@@ -221,11 +241,13 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool = False) 
     shapes = _read_shapes(folder / WEIGHTS_FILE)
     _check_fits(model, shapes, folder)
     config.inference_mode = not trainable
+    name, config.base_model_name_or_path = config.base_model_name_or_path, None  # PEFT warns when it puts the model's
     with guard_lifted():
         try:
             peft_model = get_peft_model(model, config)
         except ValueError as error:
             raise RecipeError(f"{folder / CONFIG_FILE} does not fit the model: {error}") from error
+    config.base_model_name_or_path = name
     restore_adapter(peft_model, folder, trainable=trainable)
     _cast_saved_modules(peft_model, torch.float32 if trainable else None)
     return peft_model

@@ -1,0 +1,1 @@
+"""What comes after training: merge, generate, evaluate, model card, hub. Everything here starts from a finished run."""

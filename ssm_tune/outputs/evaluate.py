@@ -1,0 +1,105 @@
+"""Evaluation by lm-eval's Python interface, on a model that is loaded and patched already."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ssm_tune.outputs.generate import compute_scope, evaluating
+from ssm_tune.recipe import RecipeError
+
+
+def evaluate_model(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: str | Sequence[str],
+    *,
+    limit: int | float | None = None,
+    batch_size: int = 1,
+    max_length: int | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | Path | None = None,
+    allow_code_execution: bool = False,
+) -> dict[str, Any]:
+    """Results of lm-eval tasks in lm-eval's own schema, without the single samples.
+
+    Args:
+        tasks: names of lm-eval tasks, in a list or with commas.
+        limit: rows of each task (from 1), or a share of them (below 1); None: all.
+        max_length: longest context in tokens; None: the model's own, and 2048 for a model that knows no limit.
+        include_path: a folder with further task files; if all tasks are in it, lm-eval's own are not even read.
+        allow_code_execution: let tasks run the code that the model writes.
+
+    Raises:
+        RecipeError: lm-eval is not installed; an unknown task; a limit or batch size that is not positive.
+    """
+    names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
+    names = [name for name in names if name]
+    if not names:
+        raise RecipeError("evaluation.tasks: no task is named.")
+    if limit is not None and limit <= 0:
+        raise RecipeError(f"evaluation.limit: {limit!r} must be above 0.")
+    if batch_size < 1:
+        raise RecipeError(f"batch_size: {batch_size!r} must be 1 or more.")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise RecipeError("evaluation needs lm-eval: pip install 'ssm-tune[eval]'.")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import handle_non_serializable
+
+    manager = _task_manager(names, include_path)
+    with evaluating(model), compute_scope(model):
+        language_model = HFLM(
+            pretrained=model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_length=max_length,
+            device=str(next(model.parameters()).device),
+        )
+        results = simple_evaluate(
+            model=language_model,
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            batch_size=batch_size,
+            log_samples=False,
+            confirm_run_unsafe_code=allow_code_execution,
+        )
+    return json.loads(json.dumps(results, default=handle_non_serializable))
+
+
+def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Any:
+    """Knows the tasks. Reading lm-eval's own takes ten seconds, so that a folder which has them all is read alone."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise RecipeError(f"include_path: there is no folder {include_path}.")
+        manager = TaskManager(include_path=str(include_path), include_defaults=False)
+        if not manager_lacks(manager, names):
+            return manager
+        manager = TaskManager(include_path=str(include_path))
+    else:
+        manager = TaskManager()
+    missing = manager_lacks(manager, names)
+    if missing:
+        mistakes = []
+        for name in missing:
+            near = get_close_matches(name, manager.all_tasks, n=3)
+            guess = f" Did you mean {' or '.join(near)}?" if near else ""
+            mistakes.append(f"evaluation.tasks: lm-eval has no task {name!r}.{guess}")
+        raise RecipeError(mistakes)
+    return manager
+
+
+def manager_lacks(manager: Any, names: Sequence[str]) -> list[str]:
+    """Which of these names (patterns are allowed) the task manager does not know."""
+    return [name for name in names if not manager.match_tasks([name])]

@@ -1,0 +1,184 @@
+"""Text from a model: transformers' generate on the recurrent path, with the mistakes caught that it lets pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ssm_tune.data.chat import prompt_ids
+from ssm_tune.data.formatting import check_text
+from ssm_tune.model import padded_token_ids
+from ssm_tune.recipe import RecipeError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    `temperature` 0 takes the likeliest token (and ignores top_k, top_p and seed). `top_k` 0 and `top_p` 1 leave all
+    tokens in. `stop`: texts that end the answer; they are not part of it. `seed` None: torch's current random state.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        wrong = [
+            (not _is_whole(self.max_new_tokens) or self.max_new_tokens < 1, "max_new_tokens", "a whole number from 1"),
+            (not _is_number(self.temperature) or self.temperature < 0, "temperature", "0 (the likeliest) or more"),
+            (not _is_whole(self.top_k) or self.top_k < 0, "top_k", "a whole number; 0 means no limit"),
+            (not _is_number(self.top_p) or not 0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
+            (not _is_number(self.min_p) or not 0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
+            (
+                not _is_number(self.repetition_penalty) or self.repetition_penalty <= 0,
+                "repetition_penalty",
+                "above 0; 1 means none",
+            ),
+            (self.seed is not None and (not _is_whole(self.seed) or self.seed < 0), "seed", "a whole number from 0"),
+            (not all(isinstance(text, str) and text for text in stop), "stop", "one or more texts, none of them empty"),
+        ]
+        mistakes = [
+            f"{name}: {getattr(self, name)!r} cannot be; it must be {rule}." for bad, name, rule in wrong if bad
+        ]
+        if mistakes:
+            raise RecipeError(mistakes)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def generate_text(model: nn.Module, tokenizer: Any, prompt: str, *, chat: bool | None = None, **settings: Any) -> str:
+    """The model's continuation of one prompt, without the prompt, special tokens and whatever follows a stop text.
+
+    Args:
+        model: a patched causal language model, with or without an adapter; it may be in training mode, and stays so.
+        chat: put the prompt into the tokenizer's chat template, as a user's turn; None: if the tokenizer has one. The
+            tokenizer saved with a run has the template that its rows were written with.
+        settings: see `Sampling`.
+
+    Raises:
+        RecipeError: an empty prompt, an unknown or impossible setting, chat without a template.
+    """
+    return generate_texts(model, tokenizer, [prompt], chat=chat, **settings)[0]
+
+
+def generate_texts(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str], *, chat: bool | None = None, **settings: Any
+) -> list[str]:
+    """As `generate_text` for several prompts at once: padded on the left, each row stops on its own."""
+    sampling = _read_settings(settings)
+    batch = _encode_prompts(tokenizer, prompts, chat).to(next(model.parameters()).device)
+    config = _generation_config(model, tokenizer, sampling)
+    options: dict[str, Any] = {"stop_strings": list(sampling.stop), "tokenizer": tokenizer} if sampling.stop else {}
+    with evaluating(model), compute_scope(model), _seeded(model, sampling.seed), torch.no_grad():
+        tokens = model.generate(**batch, generation_config=config, **options)
+    answers = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [_cut_at(answer, sampling.stop) for answer in answers]
+
+
+def _read_settings(settings: dict[str, Any]) -> Sampling:
+    known = Sampling.__dataclass_fields__
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise RecipeError([f"{name} is not a setting of generation. It has: {', '.join(known)}." for name in unknown])
+    return Sampling(**settings)
+
+
+def _encode_prompts(tokenizer: Any, prompts: Sequence[str], chat: bool | None) -> Any:
+    """input_ids and attention_mask (batch, length), padded on the left."""
+    rows = [prompt_ids(tokenizer, check_text(prompt, "the prompt", "generate"), chat=chat) for prompt in prompts]
+    if not rows or not all(rows):
+        raise RecipeError("generate: the tokenizer makes no token of the prompt.")
+    with _padding_left(tokenizer):
+        return tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt")
+
+
+@contextmanager
+def _padding_left(tokenizer: Any) -> Iterator[None]:
+    """Right pads would stand between prompt and answer, and enter the state. One prompt needs no pad token at all."""
+    side, pad = tokenizer.padding_side, tokenizer.pad_token
+    tokenizer.padding_side = "left"
+    if pad is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        yield
+    finally:
+        tokenizer.padding_side = side
+        if pad is None:
+            tokenizer.pad_token = None
+
+
+def _generation_config(model: nn.Module, tokenizer: Any, sampling: Sampling) -> GenerationConfig:
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    sampled = sampling.temperature > 0
+    how = {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": float(sampling.top_p)}
+    if sampling.min_p > 0:
+        how["min_p"] = float(sampling.min_p)
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=sampled,
+        repetition_penalty=float(sampling.repetition_penalty),
+        use_cache=True,  # the trainer leaves use_cache=False in the model's config
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=pad,
+        suppress_tokens=padded_token_ids(model, tokenizer) or None,
+        **(how if sampled else {}),
+    )
+
+
+def _cut_at(text: str, stops: Sequence[str]) -> str:
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within this scope; every module's own mode comes back, as training left it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def compute_scope(model: nn.Module) -> AbstractContextManager[Any]:
+    """Autocast, as the trainer has it, for a model that holds float32 masters beside 16-bit frozen weights."""
+    masters = any(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in model.parameters())
+    low = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
+    if not masters or len(low) != 1:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=low.pop())
+
+
+@contextmanager
+def _seeded(model: nn.Module, seed: int | None) -> Iterator[None]:
+    if seed is None:
+        yield
+        return
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

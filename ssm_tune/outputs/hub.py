@@ -1,0 +1,78 @@
+"""Publishing a run: one repository, one commit, nothing but what a reader of the model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from ssm_tune.recipe import RecipeError
+
+# Checkpoints, logs and absolute paths (recipe.resolved.yaml, environment.json) stay at home.
+PUBLISHED = (
+    "README.md",
+    "recipe.yaml",
+    "loss.png",
+    "eval.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "ssm_parameters.safetensors",
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def check_repo_name(repo: str) -> None:
+    """Raises RecipeError if this cannot be the name of a repository."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RecipeError(f"hub.repo: {repo!r} is not a repository's name (owner/name): {error}") from error
+
+
+def push_folder(
+    folder: Path, repo: str, *, private: bool = False, message: str, patterns: Sequence[str] = PUBLISHED
+) -> str:
+    """Upload the published files of a folder in one commit; returns the commit's address.
+
+    A push that breaks off leaves the repository as it was: files are sent first, and the commit that shows them comes
+    last. The token is huggingface_hub's own (`hf auth login`, or HF_TOKEN); it is written nowhere.
+
+    Raises:
+        RecipeError: a name that cannot be, no token, no permission, no network.
+    """
+    check_repo_name(repo)
+    api = HfApi()
+    try:
+        full_name = api.create_repo(repo, private=private, repo_type="model", exist_ok=True).repo_id
+        commit = api.upload_folder(
+            repo_id=full_name,
+            folder_path=str(folder),
+            allow_patterns=list(patterns),
+            commit_message=message,
+            repo_type="model",
+        )
+    except LocalTokenNotFoundError as error:
+        raise RecipeError("hub: no token was found. Log in with `hf auth login`, or set HF_TOKEN.") from error
+    except OfflineModeIsEnabled as error:
+        raise RecipeError("hub: HF_HUB_OFFLINE is set, so nothing can be pushed.") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        reason = {
+            401: "the token is not valid; log in with `hf auth login`, or set HF_TOKEN",
+            403: "the token may not write there",
+            404: "there is no such place, or the token may not see it",
+        }.get(status, str(error).splitlines()[0])
+        raise RecipeError(f"hub.repo: {repo}: {reason}.") from error
+    return commit.commit_url
