@@ -1,0 +1,155 @@
+"""Mamba-1's selective scan on the CPU: `cpu_loops.py` for PyTorch tensors, with its own backward.
+
+Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ssm_tune.kernels.cpu_loops import BLOCK, PADDING, STARTS, scan_backward, scan_forward, segment_length
+from ssm_tune.kernels.cpu_threads import run_parallel
+from ssm_tune.kernels.reference import starts_and_padding
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    seq_idx: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.selective_scan`, in float32 whatever the inputs' dtype."""
+    inputs = (x, dt, A, B, C, D, z, dt_bias, initial_state)
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    y, state = _SelectiveScan.apply(*inputs, seq_idx, dt_softplus, differentiable)
+    return (y, state) if return_final_state else y
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """Saves its inputs, and the state before every segment of tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        seq_idx: Tensor | None,
+        dt_softplus: bool,
+        differentiable: bool,
+    ) -> tuple[Tensor, Tensor]:
+        batch, length, dim = x.shape
+        states = A.shape[-1]
+        marks = _marks(seq_idx, x)
+        segments = -(-length // segment_length(states)) if differentiable else 0
+        kept = torch.empty(batch, segments, states, dim)
+        y, final_state = torch.empty(batch, length, dim), torch.empty(batch, dim, states)
+        rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
+        initial = _array(initial_state, (batch, dim, states))
+        results = [t.numpy() for t in (y, final_state, kept)]
+        flags = (dt_softplus, z is not None, differentiable)
+        ranges = _channel_ranges(batch, dim)
+        run_parallel(
+            partial(scan_forward, *_row(rows, row), *flags, initial[row], *(r[row] for r in results), *channels)
+            for row in range(batch)
+            for channels in ranges
+        )
+        if differentiable:
+            ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial_state, marks, kept)
+            ctx.dt_softplus = dt_softplus
+        return y.to(x.dtype), final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor, grad_final_state: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, D, z, dt_bias, initial_state, marks, kept = ctx.saved_tensors
+        batch, length, dim = x.shape
+        states = A.shape[-1]
+        rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
+        grad_outputs = _array(grad_y, (batch, length, dim)), _array(grad_final_state, (batch, dim, states))
+        ranges = _channel_ranges(batch, dim)
+        grad_x, grad_dt = torch.empty(2, batch, length, dim)
+        grad_z = torch.empty(batch, length if z is not None else 0, dim)
+        grad_A, grad_initial_state = torch.empty(2, batch, dim, states)
+        grad_D, grad_dt_bias = torch.zeros(2, batch, dim)
+        grad_B, grad_C = torch.zeros(2, len(ranges), batch, length, states)
+        flags = (ctx.dt_softplus, z is not None)
+        jobs = []
+        for row in range(batch):
+            for place, channels in enumerate(ranges):
+                grads = (grad_x[row], grad_dt[row], grad_z[row], grad_A[row], grad_B[place, row], grad_C[place, row])
+                grads = [t.numpy() for t in (*grads, grad_D[row], grad_dt_bias[row], grad_initial_state[row])]
+                grads_in = (kept[row].numpy(), *(g[row] for g in grad_outputs))
+                jobs.append(partial(scan_backward, *_row(rows, row), *flags, *grads_in, *grads, *channels))
+        run_parallel(jobs)
+        return (
+            grad_x.to(x.dtype),
+            grad_dt.to(dt.dtype),
+            grad_A.sum(0).to(A.dtype),
+            grad_B.sum(0).to(B.dtype),
+            grad_C.sum(0).to(C.dtype),
+            None if D is None else grad_D.sum(0).to(D.dtype),
+            None if z is None else grad_z.to(z.dtype),
+            None if dt_bias is None else grad_dt_bias.sum(0).to(dt_bias.dtype),
+            None if initial_state is None else grad_initial_state.to(initial_state.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _marks(seq_idx: Tensor | None, x: Tensor) -> Tensor:
+    """(batch, length), int8: what `cpu_loops` has to know about each token."""
+    starts, padding = starts_and_padding(seq_idx, x.shape[0], x.shape[1], x.device)
+    return (starts * STARTS + padding * PADDING).to(torch.int8)
+
+
+def _array(tensor: Tensor | None, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor as a float32 array, rows side by side; zeros where there is none."""
+    if tensor is None:
+        return np.zeros(shape, np.float32)
+    return tensor.detach().to(torch.float32).contiguous().numpy()
+
+
+def _arrays(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None
+) -> list[np.ndarray]:
+    dim = x.shape[-1]
+    always = [_array(t, t.shape) for t in (x, dt, A, B, C)]
+    return [*always, _array(D, (dim,)), _array(z, (x.shape[0], 0, dim)), _array(dt_bias, (dim,))]
+
+
+def _row(arrays: list[np.ndarray], row: int) -> list[np.ndarray]:
+    """The arguments of a loop for one row of the batch: A, D and dt_bias have no batch."""
+    x, dt, A, B, C, D, z, dt_bias, marks = arrays
+    return [x[row], dt[row], A, B[row], C[row], D, z[row], dt_bias, marks[row]]
+
+
+def _channel_ranges(batch: int, dim: int) -> list[tuple[int, int]]:
+    """Ranges of channels, whole blocks each, enough that rows times ranges keep every thread busy."""
+    threads = torch.get_num_threads()
+    blocks = -(-dim // BLOCK)
+    wanted = 1 if threads == 1 else -(-2 * threads // max(batch, 1))
+    size = -(-blocks // min(blocks, wanted)) * BLOCK
+    return [(first, min(first + size, dim)) for first in range(0, dim, size)]

@@ -1,0 +1,40 @@
+"""Compiled loops on as many threads as PyTorch uses, from any thread and in any process.
+
+The loops release the interpreter's lock, so plain Python threads run them side by side. Numba's own thread pools are not
+used: one aborts the process when two Python threads enter it at once, the other after a fork, as in a DataLoader's worker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+
+def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
+    """Run every job, on torch.get_num_threads() threads of this process; the first exception is raised here.
+
+    The threads flush denormal numbers to zero: a state that decays, or the gradient of tokens without loss, ends in numbers
+    below 1e-38, with which a processor computes a hundred times slower. The caller's own setting is not touched.
+    """
+    queue = iter(list(jobs))
+    threads = max(1, torch.get_num_threads())
+    # A forked process inherits the pool's record but not its threads, hence a pool for each process.
+    key = (os.getpid(), threads)
+    pool = _pools.get(key)
+    if pool is None:
+        pool = _pools.setdefault(
+            key,
+            ThreadPoolExecutor(threads, "ssm-tune-kernel", initializer=torch.set_flush_denormal, initargs=(True,)),
+        )
+    for done in [pool.submit(_work, queue) for _ in range(threads)]:
+        done.result()
+
+
+def _work(queue: Iterator[Callable[[], None]]) -> None:
+    for job in queue:
+        job()
