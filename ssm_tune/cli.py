@@ -165,9 +165,9 @@ def run_training(arguments: argparse.Namespace) -> int | None:
 
 def run_validate(arguments: argparse.Namespace) -> None:
     from ssm_tune.recipe import load_recipe
-    from ssm_tune.validation import check_files
+    from ssm_tune.validation import check_recipe
 
-    for line in check_files(load_recipe(arguments.recipe, arguments.overrides)):
+    for line in check_recipe(load_recipe(arguments.recipe, arguments.overrides)):
         print(line)
 
 

@@ -1,0 +1,105 @@
+"""What can be known of a run without a network and without reading weights: `ssm-tune validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ssm_tune.recipe import Recipe, RecipeError
+
+
+def check_recipe(recipe: Recipe) -> list[str]:
+    """Look into the files that a recipe names: rows, chat template, the model's config, the adapter's targets.
+
+    Returns what was found and what could not be checked here (names on the Hub), a line each.
+
+    Raises:
+        RecipeError: every mistake in them, at once.
+    """
+    mistakes: list[str] = []
+    notes: list[str] = [f"{recipe.source or 'recipe'}: every setting is one"]
+    for check in (_check_data, _check_template, _check_model, _check_output):
+        try:
+            notes += check(recipe)
+        except RecipeError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
+    return notes
+
+
+def _check_data(recipe: Recipe) -> list[str]:
+    from ssm_tune.data import check_sources
+
+    return check_sources(recipe.data)
+
+
+def _check_template(recipe: Recipe) -> list[str]:
+    path = recipe.tokenizer.chat_template
+    if path is None:
+        return []
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        render_jinja_template(conversations=[turns], chat_template=text, bos_token="<s>", eos_token="</s>")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"tokenizer.chat_template: {path} cannot be read: {error}") from error
+    except TemplateError as error:
+        where = f"{path}, line {error.lineno}" if isinstance(error, TemplateSyntaxError) else path
+        raise RecipeError(
+            f"tokenizer.chat_template: {where}: does not render a question and an answer: {error}"
+        ) from error
+    return [f"{path}: renders a question and an answer"]
+
+
+def _check_model(recipe: Recipe) -> list[str]:
+    section = recipe.model
+    if section.architecture is not None:
+        from ssm_tune.architectures import plan_config
+
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        return _check_config(recipe, plan_config(section, recipe.tokenizer.vocab_size or 1024, tokens), "model")
+    assert section.name is not None
+    if not Path(section.name).exists():
+        return [f"{section.name}: on the Hub, not looked into"]
+    from ssm_tune.model import read_config
+
+    return _check_config(recipe, read_config(section.name, local_only=True), section.name)
+
+
+def _check_config(recipe: Recipe, config: Any, name: str) -> list[str]:
+    from ssm_tune.families import family_of, refusals
+
+    found = [f"{name}: a {config.model_type}"]
+    mistakes = refusals(
+        family_of(config.model_type), packing=bool(recipe.training.get("packing")) and recipe.data.isolate
+    )
+    if recipe.adapter is not None:
+        from ssm_tune.adapter import check_targets
+        from ssm_tune.model import meta_model
+
+        adapter = recipe.adapter
+        mistakes += _mistakes_of(lambda: check_targets(meta_model(config), adapter))
+        found.append("adapter: every target is there")
+    if mistakes:
+        raise RecipeError(mistakes)
+    return found
+
+
+def _mistakes_of(check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except RecipeError as error:
+        return error.mistakes
+    return []
+
+
+def _check_output(recipe: Recipe) -> list[str]:
+    folder = Path(recipe.training.get("output_dir") or f"runs/{recipe.name}")
+    if folder.exists():
+        return [f"{folder}: exists already; a new run needs another training.output_dir, or --resume to continue"]
+    return [f"{folder}: will be made"]

@@ -1,0 +1,200 @@
+"""Several processes: which config, what accelerate's launcher is given, and the exit codes that come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ssm_tune import cli, launch
+from ssm_tune.recipe import RecipeError
+from ssm_tune.shipped import shipped, shipped_names
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What accelerate's launcher would be started with, on a machine without a GPU."""
+    made: list[list[str]] = []
+
+    def take(arguments: list[str]) -> int:
+        made.append(arguments)
+        return 0
+
+    monkeypatch.setattr(launch, "_run", take)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    return made
+
+
+def test_configs_by_name_and_by_file(tmp_path: Path) -> None:
+    assert launch.find_config("ddp") == shipped("accelerate_configs", "ddp.yaml")
+    own = tmp_path / "own.yaml"
+    own.write_text("")
+    assert launch.find_config(str(own)) == own
+    with pytest.raises(RecipeError, match=r"--accelerate dpd: is neither a file nor a config. Did you mean ddp\?"):
+        launch.find_config("dpd")
+    with pytest.raises(RecipeError, match="Shipped configs: ddp, fsdp2, single_gpu"):
+        launch.find_config("zzzzz")
+
+
+@pytest.mark.parametrize("name", shipped_names("accelerate_configs"))
+def test_accelerate_reads_every_shipped_config(name: str) -> None:
+    config = launch._read_config(shipped("accelerate_configs", f"{name}.yaml"))
+    assert config["distributed_type"] in ("NO", "MULTI_GPU", "FSDP")
+
+
+def test_what_accelerate_is_given(handed: list[list[str]]) -> None:
+    assert launch.launch("sft", ["demo", "training.seed=1", "--resume"], processes=3) == 0
+    [arguments] = handed
+    assert arguments[:4] == ["--config_file", str(shipped("accelerate_configs", "ddp.yaml")), "--num_processes", "3"]
+    assert arguments[-6:] == ["-m", "ssm_tune", "sft", "demo", "training.seed=1", "--resume"]
+
+
+def test_ddp_without_a_gpu_is_two_processes(handed: list[list[str]]) -> None:
+    launch.launch("sft", ["demo"], accelerate="ddp")
+    assert handed[0][3] == "2"
+
+
+def test_one_process_a_gpu(handed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    launch.launch("sft", ["demo"], accelerate="fsdp2")
+    assert handed[0][3] == "4"
+    with pytest.raises(RecipeError, match="5 processes on this machine, which has 4 GPUs"):
+        launch.launch("sft", ["demo"], accelerate="ddp", processes=5)
+
+
+def test_where_this_machine_stands_among_several(
+    handed: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 4}))
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    launch.launch("sft", ["demo"], accelerate=str(config))
+    assert handed[0][2:8] == ["--num_processes", "4", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+
+
+def test_sharding_without_a_gpu_is_refused(handed: list[list[str]]) -> None:
+    with pytest.raises(RecipeError, match="needs GPUs.*Use --accelerate ddp"):
+        launch.launch("sft", ["demo"], accelerate="fsdp2")
+    assert handed == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {}", "is not an accelerate config"),
+        ("a: [", "cannot be read"),
+        ("distributed_type: MULTI_GPU\nnum_proceses: 2\n", "accelerate does not read it: .*num_proceses"),
+        ("distributed_type: NONSENSE\n", "accelerate does not read it"),
+    ],
+)
+def test_configs_that_are_none(handed: list[list[str]], tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        launch.launch("sft", ["demo"], accelerate=str(path))
+
+
+def test_processes_that_cannot_be(handed: list[list[str]]) -> None:
+    with pytest.raises(RecipeError, match="--processes: must be at least 1, not 0"):
+        launch.launch("sft", ["demo"], processes=0)
+
+
+def test_the_recipe_is_read_before_anything_is_launched(
+    handed: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sft", "demo", "training.sed=1", "--processes", "2"]) == 2
+    assert "training.sed is not a setting. Did you mean seed?" in capsys.readouterr().err
+    assert cli.main(["sft", "demo", "training.seed=1", "--processes", "2", "--resume"]) == 0
+    assert handed[0][-4:] == ["sft", "demo", "training.seed=1", "--resume"]
+
+
+# --- real processes ------------------------------------------------------------------------------------------------
+
+# Stands in the place of `ssm_tune` in the child processes: says who it is, then ends as it is told.
+WORKER = """
+import json, os, pathlib, signal, sys, time
+rank = os.environ["RANK"]
+pathlib.Path(f"rank{rank}.json").write_text(json.dumps([os.environ["WORLD_SIZE"], sys.argv[1:]]))
+how = sys.argv[-1]
+if how == "wait":
+    def end(signum, frame):
+        pathlib.Path(f"rank{rank}.signal").write_text(str(signum))
+        sys.exit(128 + signum)
+    signal.signal(signal.SIGTERM, end); signal.signal(signal.SIGINT, end)
+    time.sleep(60)
+if how == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "killed":
+    time.sleep(60)
+sys.exit(int(how) if rank == "1" else time.sleep(2))
+"""
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Path:
+    package = tmp_path / "ssm_tune_worker"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(WORKER)
+    return tmp_path
+
+
+def start(folder: Path, how: str) -> subprocess.Popen[str]:
+    code = textwrap.dedent(f"""
+        import sys
+        from ssm_tune import launch
+        run = launch._run
+        launch._run = lambda arguments: run(["ssm_tune_worker" if a == "ssm_tune" else a for a in arguments])
+        sys.exit(launch.launch("sft", ["recipe", {how!r}], processes=2))
+    """)
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_the_exit_code_of_the_processes_comes_back(workers: Path, code: int) -> None:
+    process = start(workers, str(code))
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == code, error
+    assert "Traceback" not in error
+    for rank in (0, 1):
+        assert json.loads((workers / f"rank{rank}.json").read_text()) == ["2", ["sft", "recipe", str(code)]]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named(workers: Path) -> None:
+    process = start(workers, "killed")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 137
+    assert "process 1 was ended by SIGKILL" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_processes(workers: Path, signum: signal.Signals) -> None:
+    process = start(workers, "wait")
+    deadline = time.monotonic() + 120
+    while not all((workers / f"rank{rank}.json").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    time.sleep(1)
+    process.send_signal(signum)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + signum, error
+    assert {(workers / f"rank{rank}.signal").read_text() for rank in (0, 1)} == {str(int(signum))}
