@@ -252,7 +252,7 @@ class Formatter:
 
 
 def check_text(value: Any, what: str, where: str, *, may_be_empty: bool = False) -> str:
-    """`value` if it is usable text. Raises RecipeError for another type, a lone surrogate, or (unless allowed) nothing."""
+    """`value` if it is usable text. Raises RecipeError for another type, a lone surrogate, or no text at all."""
     if not isinstance(value, str):
         raise RecipeError(f"{where}: {what} must be text, not {_a(value)}.")
     try:
