@@ -165,6 +165,9 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> Path:
         return self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
+    def read_json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
     @contextlib.contextmanager
     def staging(self, name: str) -> Iterator[Path]:
         """A scratch folder whose files are renamed into the run folder at the end, `*config.json` last.

@@ -16,7 +16,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -245,12 +244,10 @@ class SSMTrainer(SFTTrainer):
             adapter.save_ssm_parameters(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        adapted = adapter.is_adapted(self.model)
-        scope: AbstractContextManager[Any] = adapter.guard_lifted() if adapted else nullcontext()
-        with scope:
+        if adapter.is_adapted(self.model) and not self.is_fsdp_enabled:
+            adapter.restore_adapter(self.model, resume_from_checkpoint)
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if adapted:
-            adapter.load_ssm_parameters(self.model, Path(resume_from_checkpoint))
 
     def _window(self) -> dict[str, Any]:
         """What is summed up since the last log: an unbroken run would have it in its next log."""

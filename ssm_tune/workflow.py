@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ssm_tune import artefacts
-from ssm_tune.adapter import apply_adapter, check_targets, is_adapted
+from ssm_tune.adapter import adapter_targets, apply_adapter, check_targets
 from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndResume, StopOnSignal
-from ssm_tune.data import Collator, PreparedData, prepare_data
+from ssm_tune.closing import close_run
+from ssm_tune.data import Collator, PreparedData, prepare_data, training_texts
 from ssm_tune.families import family_of, refusals
 from ssm_tune.kernels import kernel_report, set_kernel_order
 from ssm_tune.mixers import patch_model
 from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
-from ssm_tune.outputs.finish import finish_run
 from ssm_tune.outputs.run import Run
 from ssm_tune.recipe import Recipe, RecipeError
 from ssm_tune.run_folder import COMPLETE, RUNNING, STOPPED, RunFolder, Stopped, is_disk_full
 from ssm_tune.settings import recipe_from_settings
-from ssm_tune.tokenizer import load_tokenizer
+from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
 from ssm_tune.training_arguments import build_arguments, compute_dtype, world_size
 
@@ -136,7 +136,7 @@ def _train(job: Job) -> Run:
             if job.is_main:
                 _announce(job, folder, trainer, data, defaults)
             _fit(trainer, folder, checkpoint, signals)
-            return finish_run(trainer, folder, job.recipe, job.task, data.report)
+            return close_run(trainer, folder, job.recipe, job.task, data)
 
 
 def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
@@ -152,16 +152,10 @@ def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig
         config = read_config(recipe.model.name, recipe.model.revision)
     else:
         config = None
-    tokenizer = job.tokenizer or load_tokenizer(recipe.tokenizer, recipe.model.name, recipe.model.revision, config=config)
+    tokenizer = _find_tokenizer(job, config)
     packing = recipe.training.get("packing", job.task == "pretrain")
     if config is not None:
-        mistakes = refusals(
-            family_of(config.model_type), packing=packing and recipe.data.isolate, adapter=recipe.adapter is not None
-        )
-        if mistakes:
-            raise RecipeError(mistakes)
-        if recipe.adapter is not None:
-            check_targets(job.model or meta_model(config), recipe.adapter)
+        _check_model(job, config, packing and recipe.data.isolate)
     data = prepare_data(
         recipe.data,
         tokenizer,
@@ -173,8 +167,37 @@ def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig
         assistant_only_loss=recipe.training.get("assistant_only_loss"),
         dataset=job.rows,
         eval_dataset=job.eval_rows,
+        batch_size=arguments.per_device_train_batch_size,
     )
     return tokenizer, data, arguments, defaults
+
+
+def _find_tokenizer(job: Job, config: Any) -> PreTrainedTokenizerBase:
+    section = job.recipe.tokenizer
+    if job.tokenizer is not None:
+        return adopt_tokenizer(job.tokenizer, section, config)
+    name = job.recipe.model.name
+    if job.model is not None and section.name is None:
+        name = job.model.config.name_or_path or None
+        if name is None:
+            raise RecipeError("tune(): the model has no name that leads to a tokenizer. Pass tokenizer=.")
+    texts = training_texts(job.recipe.data, job.task, job.rows) if section.train else None
+    return load_tokenizer(section, name, job.recipe.model.revision, config=config, texts=texts)
+
+
+def _check_model(job: Job, config: Any, isolated: bool) -> None:
+    """What the family cannot do right, and adapter targets that are not there, told before weights are read."""
+    section = job.recipe.adapter
+    paths: list[str] = []
+    if section is not None:
+        model = job.model if job.model is not None else meta_model(config)
+        check_targets(model, section)
+        paths = adapter_targets(model, section.targets)
+    mistakes = refusals(
+        family_of(config.model_type), packing=isolated, targets={path.rpartition(".")[2] for path in paths}
+    )
+    if mistakes:
+        raise RecipeError(mistakes)
 
 
 def _build_model(job: Job, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -207,8 +230,7 @@ def _build_model(job: Job, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
     if recipe.adapter is not None:
         if job.is_main and not job.resume:
             _keep_base(model, tokenizer, folder)
-        set_seed(seed)
-        model = apply_adapter(model, recipe.adapter)
+        model = apply_adapter(model, recipe.adapter, seed=seed)
     return model
 
 

@@ -1,0 +1,109 @@
+"""After the last step: the last evaluation, the artefacts, the card; then what the recipe wants done with the finished run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ssm_tune import artefacts
+from ssm_tune.adapter import is_adapted, save_adapter
+from ssm_tune.data import DataReport, PreparedData
+from ssm_tune.outputs.model_card import write_card
+from ssm_tune.outputs.run import Run
+from ssm_tune.recipe import Recipe
+from ssm_tune.run_folder import COMPLETE, RunFolder
+from ssm_tune.tokenizer import save_tokenizer
+from ssm_tune.trainer import SSMTrainer
+
+
+def close_run(trainer: SSMTrainer, folder: RunFolder, recipe: Recipe, task: str, data: PreparedData) -> Run:
+    """Turn a trained trainer into a complete run folder and a Run. Every process calls it; rank 0 writes."""
+    _evaluate_last(trainer)
+    trainer.accelerator.wait_for_everyone()
+    model = _save_model(trainer, folder)
+    metrics = summarise(trainer.state.log_history)
+    run = Run(model=model, tokenizer=trainer.processing_class, metrics=metrics, output_dir=folder.path)
+    if trainer.accelerator.is_main_process:
+        with folder.staging("tokenizer") as scratch:
+            save_tokenizer(trainer.processing_class, scratch, data.chat_template)
+        artefacts.draw_metrics(folder)
+        _write_card(folder, recipe, task, run, data.report)
+        folder.write_state(COMPLETE, metrics=metrics, finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+        _follow_up(run, recipe)
+    trainer.accelerator.wait_for_everyone()
+    return run
+
+
+def _evaluate_last(trainer: SSMTrainer) -> None:
+    """The loss on held-out rows after the last step, unless it was just measured."""
+    if trainer.eval_dataset is None or trainer.args.eval_strategy == "no":
+        return
+    last = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
+    if not last or last[-1] != trainer.state.global_step:
+        trainer.evaluate()
+
+
+def _save_model(trainer: SSMTrainer, folder: RunFolder) -> Any:
+    """Write the adapter or the whole model, whole or not at all; returns the model without the trainer's wrappings."""
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin is not None:
+        plugin.set_state_dict_type("FULL_STATE_DICT")  # with shards, Trainer's final save writes nothing
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    state_dict = trainer.accelerator.get_state_dict(trainer.model) if plugin is not None else None
+    base = model.get_base_model() if is_adapted(model) else model
+    vars(base).pop("forward", None)  # TRL's fused head; plain forward again
+    base.config.use_cache = True  # off while training
+    model.eval()
+    if trainer.accelerator.is_main_process:
+        with folder.staging("model") as scratch:
+            if is_adapted(model):
+                save_adapter(model, scratch, state_dict=state_dict)
+            else:
+                model.save_pretrained(scratch, state_dict=state_dict)
+    return model
+
+
+def summarise(history: list[dict[str, float]]) -> dict[str, float]:
+    """What a reader asks of a run: losses first and last, tokens, speed."""
+    metrics: dict[str, float] = {}
+    losses = [line for line in history if "loss" in line]
+    evaluations = [line["eval_loss"] for line in history if "eval_loss" in line]
+    if losses:
+        metrics["steps"] = losses[-1]["step"]
+        metrics["first_loss"], metrics["loss"] = losses[0]["loss"], losses[-1]["loss"]
+        metrics["num_tokens"] = losses[-1]["num_tokens"]
+        rates = sorted(line["tokens_per_second"] for line in losses)
+        metrics["tokens_per_second"] = rates[len(rates) // 2]
+    if evaluations:
+        metrics["first_eval_loss"], metrics["eval_loss"] = evaluations[0], evaluations[-1]
+    for line in history:
+        if "train_runtime" in line:
+            metrics["train_runtime"], metrics["train_loss"] = line["train_runtime"], line["train_loss"]
+    return metrics
+
+
+def _write_card(folder: RunFolder, recipe: Recipe, task: str, run: Run, report: DataReport) -> None:
+    environment = folder.read_json("environment.json")
+    write_card(
+        folder.path,
+        model_type=run.model.config.model_type,
+        base_model=recipe.model.name,
+        task=task,
+        command=environment["command"],
+        recipe=recipe.text or recipe.to_yaml(),
+        data={"rows": report.rows, "tokens": report.tokens, "loss tokens": report.loss_tokens, "notes": report.notes},
+        metrics=run.metrics,
+        versions={"ssm-tune": environment["ssm_tune"], "python": environment["python"], **environment["packages"]},
+    )
+
+
+def _follow_up(run: Run, recipe: Recipe) -> None:
+    """The recipe's `evaluation` and `hub` sections: the run is complete whatever becomes of them."""
+    if recipe.evaluation.tasks:
+        run.evaluate(
+            recipe.evaluation.tasks,
+            limit=recipe.evaluation.limit,
+            allow_code_execution=recipe.evaluation.allow_code_execution,
+        )
+    if recipe.hub.push is not None:
+        run.push(recipe.hub.repo, private=recipe.hub.private, what=recipe.hub.push)
