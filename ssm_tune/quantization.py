@@ -1,0 +1,78 @@
+"""4-bit and 8-bit base weights by bitsandbytes: what is quantised, what is not, and what its CPU path needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssm_tune.families import Family
+from ssm_tune.recipe import RecipeError
+
+# x_proj and dt_proj make the step size and the input and output maps of the state: a few per cent of the weights, and
+# the ones a recurrence is most sensitive to. A router's rounding moves tokens to other experts. The head is named
+# because a list given to bitsandbytes replaces the default that would have spared it.
+_FULL_PRECISION = ("lm_head", "x_proj", "dt_proj", "router", "gate")
+
+
+def quantization_config(
+    family: Family, *, load_in_4bit: bool, load_in_8bit: bool, dtype: torch.dtype, device: torch.device, trainable: str
+) -> Any | None:
+    """The BitsAndBytesConfig that a model section asks for, None if it asks for none.
+
+    4-bit is QLoRA's (Dettmers et al., 2023): NF4, double quantisation, `dtype` to compute in. The packed weights are
+    stored as `dtype` so that FSDP2 shards them with the rest (it leaves uint8 storage whole on every rank).
+
+    Raises:
+        RecipeError: both asked for, full fine-tuning of quantised weights, bitsandbytes missing.
+    """
+    if not (load_in_4bit or load_in_8bit):
+        return None
+    key = "model.load_in_4bit" if load_in_4bit else "model.load_in_8bit"
+    if load_in_4bit and load_in_8bit:
+        raise RecipeError("model.load_in_4bit and model.load_in_8bit are both true. Choose one.")
+    if trainable == "full":
+        raise RecipeError(
+            f"{key}: quantised weights cannot be trained, only adapters on them. Set adapter.method=lora."
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(f"{key} needs bitsandbytes: pip install 'ssm-tune[quant]'.")
+    from transformers import BitsAndBytesConfig
+
+    skipped = list(_FULL_PRECISION)
+    if load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype if device.type == "cuda" else torch.uint8,
+        llm_int8_skip_modules=skipped,
+    )
+
+
+def keep_packed_weights(model: nn.Module) -> None:
+    """Switch off bitsandbytes' repacking of 4-bit weights on CPUs with AVX512-BF16.
+
+    It happens at the first forward in eval mode, fails unless out_features is a multiple of 32, and leaves weights from
+    which a merge of an adapter makes garbage (relative change of the logits 1.2, without it 0.17).
+    """
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any weight is packed by bitsandbytes."""
+    return any(hasattr(parameter, "quant_state") or hasattr(parameter, "CB") for parameter in model.parameters())
+
+
+def parameter_size(parameter: nn.Parameter) -> int:
+    """How many numbers a parameter stands for; a packed 4-bit one holds several in each element."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
