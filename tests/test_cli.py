@@ -204,7 +204,7 @@ def test_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         def fileno(self) -> int:
             return self.handle.fileno()
 
-    with open("/dev/null", "w") as handle:
+    with Path("/dev/null").open("w") as handle:
         gone = Gone()
         gone.handle = handle  # type: ignore[attr-defined]
         monkeypatch.setattr(sys, "stdout", gone)

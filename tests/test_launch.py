@@ -82,7 +82,7 @@ def test_where_this_machine_stands_among_several(
 
 
 def test_sharding_without_a_gpu_is_refused(handed: list[list[str]]) -> None:
-    with pytest.raises(RecipeError, match="needs GPUs.*Use --accelerate ddp"):
+    with pytest.raises(RecipeError, match=r"needs GPUs.*Use --accelerate ddp"):
         launch.launch("sft", ["demo"], accelerate="fsdp2")
     assert handed == []
 
