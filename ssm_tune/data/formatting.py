@@ -212,10 +212,10 @@ class Formatter:
             if not any(message["role"] == "assistant" for message in messages[len(asked) :]):
                 raise RecipeError(f"{where}: column {self._name('completion')} has no assistant turn.")
             return Example("chat", messages=messages, loss_from=len(asked))
-        wrong = prompt if not isinstance(prompt, str | list | tuple) else completion
-        column = self._name("prompt" if wrong is prompt else "completion")
-        expected = "text or a list of messages, as the other column is"
-        raise RecipeError(f"{where}: column {column} must be {expected}, not {_a(wrong)}.")
+        raise RecipeError(
+            f"{where}: columns {self._name('prompt')} and {self._name('completion')} must both be text, or both lists of "
+            f"messages; they are {_a(prompt)} and {_a(completion)}."
+        )
 
     def _messages(self, value: Any, column: str, where: str, *, sharegpt: bool = False) -> list[Message]:
         role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
