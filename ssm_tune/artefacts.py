@@ -43,7 +43,7 @@ def describe_environment(device: torch.device, processes: int, overrides: Sequen
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "processes": processes,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "ssm-tune"), *sys.argv[1:]]),
         "overrides": list(overrides),
     }
 
@@ -87,6 +87,17 @@ def _bytes(count: float) -> str:
     raise AssertionError
 
 
+def _kernel_lines(kernels: Sequence[KernelChoice]) -> list[str]:
+    """One line for the operations that share a backend, and its reason and cost."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for choice in kernels:
+        groups.setdefault((choice.backend, choice.reason, choice.cost), []).append(choice.operation)
+    return [
+        f"{', '.join(operations)}: {backend}" + "".join(f"; {part}" for part in (reason, cost) if part)
+        for (backend, reason, cost), operations in groups.items()
+    ]
+
+
 def print_start(
     console: Console,
     *,
@@ -103,18 +114,16 @@ def print_start(
     table.add_row("model", f"{model.name} ({model.model_type}, {model.dtype})")
     share = 100 * model.trainable / max(model.total, 1)
     table.add_row("parameters", f"{model.trainable:,} trained of {model.total:,} ({share:.2f} %)")
-    for choice in kernels:
-        cost = f"; {choice.cost}" if choice.cost else ""
-        table.add_row(choice.operation.replace("_", " "), f"{choice.backend} ({choice.reason}{cost})")
-    for line in str(data).splitlines():
-        label, _, text = line.partition(": ")
-        table.add_row(label, text)
+    for number, line in enumerate(_kernel_lines(kernels)):
+        table.add_row("" if number else "kernels", line)
+    for number, line in enumerate(data.lines()):
+        table.add_row("" if number else "data", line)
     training = 12 * model.trainable  # gradient and two moments of Adam, float32
     table.add_row(
         "memory", f"weights {_bytes(model.memory)}, gradients and optimizer {_bytes(training)}, then activations; on {device}"
     )
     table.add_row("steps", steps)
     table.add_row("output", str(output))
+    for number, line in enumerate(defaults):
+        table.add_row("" if number else "defaults", line)
     console.print(table)
-    for line in defaults:
-        console.print(f"default  {line}")

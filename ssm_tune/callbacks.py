@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -143,7 +144,8 @@ class ProgressBar(TrainerCallback):
     """A bar with loss, tokens/s and ETA; where the output is no terminal, a line for each log."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        # Where there is no terminal (a log file), lines are not broken at 80 columns.
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
         self.bar: Progress | None = None
         self.task: Any = None
         self.begun = (0.0, 0)  # clock, step

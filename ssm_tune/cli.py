@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 the user's mistake; 3 stopped but resumable; 130 and 143 e
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ssm_tune.recipe import RecipeError
     from ssm_tune.run_folder import Stopped
 
+    # It warns, whenever peft is imported, of a missing CPU kernel that nothing here calls.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()

@@ -179,7 +179,10 @@ class RunFolder:
         scratch.mkdir(parents=True)
         try:
             yield scratch
+            umask = os.umask(0)
+            os.umask(umask)
             for file in sorted(scratch.iterdir(), key=lambda file: (file.name.endswith("config.json"), file.name)):
+                file.chmod(0o666 & ~umask)  # safetensors makes its files private to the user
                 os.replace(file, self.path / file.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

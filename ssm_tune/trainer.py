@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PrinterCallback
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
@@ -104,6 +106,10 @@ class SSMTrainer(SFTTrainer):
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
         self.throughput = Throughput(self.model, self.args.device)
+        self.remove_callback(PrinterCallback)  # `ProgressBar` speaks
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                callback.logging_dir = str(folder.path / "tensorboard")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written at the end; checkpoints need none."""

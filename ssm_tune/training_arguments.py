@@ -50,10 +50,15 @@ def build_arguments(
 
     if given.get("fp16"):
         raise RecipeError(f"{where}.fp16: half precision overflows in the state-space recurrence. Use bf16, or float32.")
-    checkpointing = given.get("activation_checkpointing", given.get("gradient_checkpointing"))
+    given = dict(given)
+    for old, new in (
+        ("gradient_checkpointing", "activation_checkpointing"),
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    ):
+        if old in given:  # the name of older versions, and of most recipes
+            given.setdefault(new, given.pop(old))
     default("bf16", compute_dtype(recipe) == torch.bfloat16, "follows model.dtype")
-    if checkpointing is None:
-        default("gradient_checkpointing", False, "the mixers recompute what is large; set it to save more memory")
+    default("activation_checkpointing", False, "also called gradient_checkpointing; set it to save memory for time")
     default("report_to", ["tensorboard"], "written to the run folder")
     if has_eval:
         if "eval_steps" in given:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from ssm_tune import artefacts
 from ssm_tune.adapter import adapter_targets, apply_adapter, check_targets
@@ -256,6 +257,7 @@ def _build_trainer(
     signals: StopOnSignal,
 ) -> SSMTrainer:
     packing = job.recipe.training.get("packing", job.task == "pretrain")
+    disable_progress_bar()  # transformers' own, for every file that a checkpoint writes
     start = StartAndResume(checkpoint)
     trainer = SSMTrainer(
         model,
