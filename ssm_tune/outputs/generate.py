@@ -91,8 +91,9 @@ def generate_texts(
     options: dict[str, Any] = {"stop_strings": list(sampling.stop), "tokenizer": tokenizer} if sampling.stop else {}
     with evaluating(model), compute_scope(model), _seeded(model, sampling.seed), torch.no_grad():
         tokens = model.generate(**batch, generation_config=config, **options)
-    answers = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [_cut_at(answer, sampling.stop) for answer in answers]
+    rows = tokens[:, batch["input_ids"].shape[1] :].tolist()
+    answers = [_until(row, config.eos_token_id or []) for row in rows]  # an end token need not be a special one
+    return [_cut_at(tokenizer.decode(answer, skip_special_tokens=True), sampling.stop) for answer in answers]
 
 
 def _read_settings(settings: dict[str, Any]) -> Sampling:
@@ -145,6 +146,10 @@ def _generation_config(model: nn.Module, tokenizer: Any, sampling: Sampling) -> 
         suppress_tokens=padded_token_ids(model, tokenizer) or None,
         **(how if sampled else {}),
     )
+
+
+def _until(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 def _cut_at(text: str, stops: Sequence[str]) -> str:

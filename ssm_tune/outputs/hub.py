@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
@@ -75,4 +76,6 @@ def push_folder(
             404: "there is no such place, or the token may not see it",
         }.get(status, str(error).splitlines()[0])
         raise RecipeError(f"hub.repo: {repo}: {reason}.") from error
+    except httpx2.TransportError as error:
+        raise RecipeError(f"hub: {api.endpoint} cannot be reached ({error}).") from error
     return commit.commit_url
