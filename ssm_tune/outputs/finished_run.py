@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from ssm_tune.adapter import CONFIG_FILE, read_adapter_config
-from ssm_tune.recipe import ModelSection, RecipeError, load_recipe
+from ssm_tune.recipe import ModelSection, RecipeError
 from ssm_tune.run_folder import COMPLETE, RUNNING, RunFolder
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+KEPT_BASE = "base_model"  # where a run keeps a base that was made in memory
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,31 @@ class FinishedRun:
 
     @property
     def base_name(self) -> str | None:
-        """The base model's name or folder; None if the base was made in memory and lies nowhere on disk."""
-        return (self.adapter.base_model_name_or_path or None) if self.adapter is not None else None
+        """The base model's name or folder; None if the base was made in memory and lies nowhere on disk.
+
+        A base that the run keeps itself, in base_model/, is found after the run's folder has been moved.
+        """
+        name = self.adapter.base_model_name_or_path if self.adapter is not None else None
+        if not name or Path(name).exists() or Path(name).name != KEPT_BASE:
+            return name or None
+        runs = (self.folder, *self.folder.resolve().parents[:2])  # a checkpoint lies two folders below its run
+        return next((str(run / KEPT_BASE) for run in runs if (run / KEPT_BASE).is_dir()), name)
+
+    @property
+    def revision(self) -> str | None:
+        """Of the base model, or of nothing."""
+        return self.model.revision if self.adapter is None else self.adapter.revision or self.model.revision
+
+    @property
+    def dtype(self) -> str | None:
+        """What the frozen weights were loaded in: as the recipe says, else by the device of environment.json.
+
+        None: unknown (an adapter that is not a run of ours).
+        """
+        file = self.folder / "environment.json"
+        if self.model.dtype is not None or not file.exists():
+            return self.model.dtype
+        return "bfloat16" if json.loads(file.read_text(encoding="utf-8"))["device_type"] == "cuda" else "float32"
 
 
 def open_finished_run(folder: str | Path, *, only_runs: bool = False) -> FinishedRun:
@@ -66,18 +94,29 @@ def _explain_unfinished(run: RunFolder, state: dict[str, Any]) -> str:
 
 
 def _read_model_section(folder: Path) -> ModelSection:
-    """How the recipe loaded its model. A folder without a recipe (an adapter from elsewhere) has the defaults."""
+    """How the recipe loaded its model. A folder without a recipe (an adapter from elsewhere) has the defaults.
+
+    Only this section is read: the data that the run was trained on need not be here any more.
+    """
     file = folder / "recipe.resolved.yaml"
-    return load_recipe(file, check_files=False).model if file.exists() else ModelSection()
+    if not file.exists():
+        return ModelSection()
+    try:
+        section = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
+        return ModelSection(**section)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+        raise RecipeError(f"{file} is damaged: {error}") from error
 
 
-def read_metrics(folder: Path) -> dict[str, Any]:
-    """The last value of everything that the run logged in metrics.jsonl; {} if nothing was logged.
+def read_metrics(finished: FinishedRun) -> dict[str, Any]:
+    """What the run measured: its summary in run.json; without one the last values of metrics.jsonl, {} if none.
 
     Raises:
         RecipeError: a line that is not JSON.
     """
-    file = folder / "metrics.jsonl"
+    if finished.state is not None and "metrics" in finished.state:
+        return finished.state["metrics"]
+    file = finished.folder / "metrics.jsonl"
     if not file.exists():
         return {}
     metrics: dict[str, Any] = {}

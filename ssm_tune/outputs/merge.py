@@ -65,20 +65,19 @@ def _as_dtype(dtype: str | torch.dtype | None) -> str:
 
 def _load_base(finished: FinishedRun, dtype: str | torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
     """The base model in float32 on the CPU, with the values it had in training; and the dtype to store."""
-    section, adapter = finished.model, finished.adapter
+    section = finished.model
     quantised = section.load_in_4bit or section.load_in_8bit
     base = load_model(
         finished.base_name,
-        revision=adapter.revision,
-        dtype=section.dtype,
+        revision=finished.revision,
+        dtype=finished.dtype,
         load_in_4bit=section.load_in_4bit,
         load_in_8bit=section.load_in_8bit,
         attn_implementation=section.attn_implementation,
         trainable="none",
         device="cpu",
     )
-    loaded = read_dtype(section.dtype)
-    stored = read_dtype(dtype) if dtype is not None else loaded
+    stored = read_dtype(dtype if dtype is not None else finished.dtype)
     if quantised:
         base = _dequantise(base)
         if dtype is None and stored == torch.float32:

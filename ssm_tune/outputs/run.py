@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssm_tune.adapter import load_adapter
 from ssm_tune.outputs.evaluate import evaluate_model
 from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, open_finished_run, read_metrics
 from ssm_tune.outputs.generate import generate_text
@@ -43,7 +44,7 @@ class Run:
         return cls(
             model=load_finished_model(finished, **model_keys),
             tokenizer=load_finished_tokenizer(finished),
-            metrics=read_metrics(finished.folder),
+            metrics=read_metrics(finished),
             output_dir=finished.folder,
         )
 
@@ -113,7 +114,11 @@ def load_finished_model(finished: FinishedRun, **model_keys: Any) -> nn.Module:
         "load_in_8bit": section.load_in_8bit,
         "attn_implementation": section.attn_implementation,
     }
-    return load_model(str(finished.folder), trainable="none", **{**keys, **model_keys})
+    keys.update(model_keys)
+    if finished.adapter is None:
+        return load_model(str(finished.folder), trainable="none", **keys)
+    base = load_model(finished.base_name, revision=finished.revision, trainable="none", **keys)
+    return load_adapter(base, finished.folder)
 
 
 def load_source(source: str | Path) -> tuple[nn.Module, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from finished import logits, stir
+from finished import logits, stir, write_facts
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from tiny import tiny_model
+from tiny import PURE, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ssm_tune.adapter import guard_lifted
@@ -32,8 +32,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2", "codestral"])
-@pytest.mark.parametrize("method", METHODS)
+EVERY_KIND = ("lora", "dora", "train_also")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(kind, method) for method in METHODS for kind in (PURE if method in EVERY_KIND else ("mamba", "codestral"))],
+)
 def test_merged_is_the_adapter_in_plain_transformers(kind: str, method: str, make_run: MakeRun) -> None:
     folder, trained = make_run(kind, **METHODS[method])
     target = merge_run(folder)
@@ -126,6 +131,34 @@ def test_dtype_is_as_asked_and_ssm_parameters_stay_float32(make_run: MakeRun, ca
     plain = AutoModelForCausalLM.from_pretrained(target)
     assert plain.dtype == torch.bfloat16
     assert (logits(plain) - logits(trained)).norm() / logits(trained).norm() < 0.05
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize("kind", ["mamba", "codestral"])
+def test_a_quantised_base_is_dequantised(
+    bits: str, kind: str, make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder, trained = make_run(kind, keys={bits: True})
+    plain = AutoModelForCausalLM.from_pretrained(merge_run(folder, tmp_path / "exact", dtype="float32"))
+    # in 8 bits activations are rounded too, which a plain model does not do
+    bound = 1e-5 if bits == "load_in_4bit" else 0.1
+    assert (logits(plain) - logits(trained)).abs().max() <= bound * logits(trained).abs().max()
+    assert "the base is quantised" in caplog.text
+    with safe_open(merge_run(folder) / "model.safetensors", framework="pt") as tensors:
+        assert tensors.get_tensor("backbone.layers.0.mixer.in_proj.weight").dtype == torch.bfloat16
+
+
+def test_a_run_trained_in_16_bit_is_merged_from_what_it_was_trained_on(make_run: MakeRun, tmp_path: Path) -> None:
+    """Its frozen weights were rounded when it was trained on a GPU: merging into others would be another model."""
+    folder, trained = make_run("mamba", keys={"dtype": "bfloat16"})
+    plain = AutoModelForCausalLM.from_pretrained(merge_run(folder, tmp_path / "exact", dtype="float32"))
+    exact = trained.float()
+    assert (logits(plain) - logits(exact)).abs().max() <= 1e-5
+    write_facts(folder, str(tmp_path / "base"))  # no dtype in the recipe: by the device
+    (folder / "environment.json").write_text('{"device_type": "cuda"}')
+    with safe_open(merge_run(folder) / "model.safetensors", framework="pt") as tensors:
+        assert tensors.get_tensor("backbone.embeddings.weight").dtype == torch.bfloat16
 
 
 def test_full_runs_are_copied_and_said(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,9 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from ssm_tune.mixers import is_patched
+from ssm_tune.outputs.finished_run import open_finished_run
 from ssm_tune.outputs.generate import generate_text
+from ssm_tune.outputs.merge import merge_run
 from ssm_tune.outputs.run import Run, load_source
 from ssm_tune.recipe import RecipeError
 
@@ -110,6 +112,7 @@ def test_a_stopped_run_says_how_to_resume_and_where_its_weights_are(make_run: Ma
         (lambda folder: (folder / "adapter_config.json").unlink(), "neither an adapter"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12"), "damaged or cut off"),
         (lambda folder: (folder / "metrics.jsonl").write_text('{"loss": 1}\n{"lo'), "metrics.jsonl, line 2"),
+        (lambda folder: (folder / "recipe.resolved.yaml").write_text("a: [b"), "recipe.resolved.yaml is damaged"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer cannot be read"),
     ],
 )
@@ -131,6 +134,38 @@ def test_a_base_model_that_is_gone_is_named(make_run: MakeRun) -> None:
     base.rename(base.with_name("moved"))
     with pytest.raises(RecipeError, match="base"):
         Run.load(folder)
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints/checkpoint-3"])
+def test_a_base_that_the_run_keeps_is_found_after_a_move(where: str, make_run: MakeRun, tmp_path: Path) -> None:
+    folder, trained = make_run("mamba")
+    (tmp_path / "base").rename(folder / "base_model")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(folder / "base_model")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    moved = folder.rename(tmp_path / "moved")
+    if where != ".":
+        (moved / where).mkdir(parents=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (moved / name).rename(moved / where / name)
+        merged = AutoModelForCausalLM.from_pretrained(merge_run(moved / where, tmp_path / "merged"))
+        assert (logits(merged) - logits(trained)).abs().max() <= 1e-5
+    else:
+        assert torch.equal(logits(Run.load(moved).model), logits(trained))
+
+
+def test_metrics_are_the_summary_of_the_run(make_run: MakeRun) -> None:
+    folder, _ = make_run("mamba")
+    change_state(folder, metrics={"loss": 1.5, "steps": 2})
+    assert Run.load(folder).metrics == {"loss": 1.5, "steps": 2}
+
+
+def test_the_recipes_revision_leads_to_the_base(make_run: MakeRun) -> None:
+    folder, _ = make_run("mamba")
+    recipe = json.loads((folder / "recipe.resolved.yaml").read_text())
+    recipe["model"]["revision"] = "refs/pr/1"
+    (folder / "recipe.resolved.yaml").write_text(json.dumps(recipe))
+    assert open_finished_run(folder).revision == "refs/pr/1"
 
 
 def test_a_base_that_was_only_in_memory_is_told(make_run: MakeRun) -> None:
