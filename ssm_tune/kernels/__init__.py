@@ -1,4 +1,5 @@
-"""The operations of state-space blocks, channel-last, one signature each; the fastest backend that works is chosen behind it.
+"""The operations of state-space blocks, channel-last, one signature each; the fastest backend that works is chosen
+behind it.
 
 Works on tensors alone: knows nothing of recipes, families or models. Accumulates in float32, accepts any strides.
 `reference.py` is the readable truth; `backends.py` says what is chosen on a device, and why.

@@ -20,11 +20,11 @@ def causal_conv1d(
     """Depthwise convolution over the last `width` tokens of the same document, then the activation.
 
     Args:
-        x: (batch, length, dim). weight: (dim, width), the newest token last. bias: (dim,).
-        activation: "silu" or None.
-        seq_idx: (batch, length) integers, the document of each token; -1 is padding. See `kernels/reference.py`.
-        initial_state: (batch, dim, width - 1): the tokens before the first, the newest last.
-        return_final_state: also give the last width - 1 real tokens, same shape, in the dtype of `initial_state` or of x.
+        x: (batch, length, dim). weight: (dim, width), the newest token last. bias: (dim,). activation: "silu" or
+        None. seq_idx: (batch, length) integers, the document of each token; -1 is padding. See
+        `kernels/reference.py`. initial_state: (batch, dim, width - 1): the tokens before the first, the newest last.
+        return_final_state: also give the last width - 1 real tokens, same shape, in the dtype of `initial_state` or
+        of x.
 
     Returns:
         y (batch, length, dim) in the dtype of x, or (y, final state). Differentiable in everything.

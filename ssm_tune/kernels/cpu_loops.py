@@ -1,14 +1,15 @@
 """Mamba-1's selective scan as compiled loops over tokens, forward and backward, in float32.
 
-One call does one row of the batch and a range of channels, without the interpreter's lock, so that threads can share the
-work (`cpu_scan.py`). Channels go in blocks of BLOCK and tokens in segments. The innermost loops run over the channels of a
-block, side by side in memory, which LLVM vectorises; the state of a block, (state, BLOCK), stays in the nearest cache from
-the first token to the last. Nothing of size length x channels x state ever exists: the forward keeps the state before every
-segment, and the backward recomputes the states of one segment at a time, last segment first (Mamba, section 3.3.2).
+One call does one row of the batch and a range of channels, without the interpreter's lock, so that threads can share
+the work (`cpu_scan.py`). Channels go in blocks of BLOCK and tokens in segments. The innermost loops run over the
+channels of a block, side by side in memory, which LLVM vectorises; the state of a block, (state, BLOCK), stays in the
+nearest cache from the first token to the last. Nothing of size length x channels x state ever exists: the forward
+keeps the state before every segment, and the backward recomputes the states of one segment at a time, last segment
+first (Mamba, section 3.3.2).
 
-Two habits below are for the vectoriser. Channels are counted in unsigned integers: a signed index into a whole row would be
-tested for being negative, and a loop with such tests is not vectorised. And a loop writes to few arrays: it is vectorised
-only while testing that they do not overlap stays cheap.
+Two habits below are for the vectoriser. Channels are counted in unsigned integers: a signed index into a whole row
+would be tested for being negative, and a loop with such tests is not vectorised. And a loop writes to few arrays: it
+is vectorised only while testing that they do not overlap stays cheap.
 
 Every array is float32 and C-contiguous, `marks` int8. Importing this module imports numba.
 """
@@ -19,8 +20,8 @@ import numpy as np
 from numpy import ndarray as Array
 
 from ssm_tune.kernels.cpu_math import compiled, exp, sigmoid, softplus
+from ssm_tune.kernels.cpu_threads import BLOCK
 
-BLOCK = 128
 CONTINUES, STARTS, PADDING = 0, 1, 2
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -55,8 +56,9 @@ def scan_forward(
 ) -> None:
     """Channels `first` to `last` of one row; fills out, final_state, and kept when `keep` is set.
 
-    x, dt, z, out (length, dim), z (0, dim) unless `gated`; B, C (length, state); A, initial_state, final_state (dim, state);
-    D, dt_bias (dim); marks (length): CONTINUES, STARTS (from a zero state) or PADDING; kept (segments, state, dim).
+    x, dt, z, out (length, dim), z (0, dim) unless `gated`; B, C (length, state); A, initial_state, final_state (dim,
+    state); D, dt_bias (dim); marks (length): CONTINUES, STARTS (from a zero state) or PADDING; kept (segments, state,
+    dim).
     """
     length, states = B.shape
     segment = segment_length(states)
@@ -190,8 +192,8 @@ def scan_backward(
 ) -> None:
     """Gradients of `scan_forward` for the same row and channels, from those of out and of the final state.
 
-    grad_B, grad_C (length, state), grad_D and grad_dt_bias (dim) are added to: ranges of channels that run at the same time
-    need a grad_B and a grad_C each. The others are written.
+    grad_B, grad_C (length, state), grad_D and grad_dt_bias (dim) are added to: ranges of channels that run at the
+    same time need a grad_B and a grad_C each. The others are written.
     """
     length, states = B.shape
     segment = segment_length(states)
@@ -219,7 +221,9 @@ def scan_backward(
             _enter(t0, t1, start, channels, x, dt, D, dt_bias, dt_softplus, time_step, entering, y)
             if gated:
                 _gate(t0, t1, start, channels, z, grad_y)
-            _recompute(t0, t1, channels, A_block, B, C, marks, time_step, entering, state, y, grad_y, decay, decayed, grad_C)
+            _recompute(
+                t0, t1, channels, A_block, B, C, marks, time_step, entering, state, y, grad_y, decay, decayed, grad_C
+            )
             if gated:
                 _gate_back(t0, t1, start, channels, z, y, grad_out)
                 _leave(t0, t1, start, channels, marks, y, grad_z)

@@ -1,8 +1,8 @@
 """Scalar functions for compiled loops in float32, written so that LLVM turns loops over them into vector code.
 
-The maths library's own exp, log1p and tanh are calls that stop a loop from being vectorised, and exp is what a scan spends
-its time on. These are polynomials: relative errors stay below 2e-7 (`tests/kernels/test_cpu_math.py`). A NaN stays a NaN.
-Importing this module imports numba.
+The maths library's own exp, log1p and tanh are calls that stop a loop from being vectorised, and exp is what a scan
+spends its time on. These are polynomials: relative errors stay below 2e-7 (`tests/kernels/test_cpu_math.py`). A NaN
+stays a NaN. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-# "contract" allows fused multiply-add. "reassoc" is kept out of the functions below: it would fold the two parts of ln 2.
+# "contract" allows fused multiply-add. "reassoc" is kept out of the functions below: it would fold the two parts of
+# ln 2.
 _EXACT = {"contract", "nsz"}
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
@@ -30,11 +31,12 @@ _HIGHEST = np.float32(87.6)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop at its first call, to run without the interpreter's lock; keep the code on disk where that can be done.
+    """Compile a loop at its first call, to run without the interpreter's lock; keep the code on disk where that can
+    be done.
 
-    Its sums may be reordered, which lets them be vectorised; NaN and infinity keep their meaning. Numba looks at the file
-    that holds `function` to decide whether kept code is stale, not at the files of what it calls: whoever edits this module
-    empties the `__pycache__` beside it.
+    Its sums may be reordered, which lets them be vectorised; NaN and infinity keep their meaning. Numba looks at the
+    file that holds `function` to decide whether kept code is stale, not at the files of what it calls: whoever edits
+    this module empties the `__pycache__` beside it.
     """
     loose = {"contract", "nsz", "arcp", "reassoc"}
     try:

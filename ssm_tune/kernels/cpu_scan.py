@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ssm_tune.kernels.cpu_loops import BLOCK, PADDING, STARTS, scan_backward, scan_forward, segment_length
-from ssm_tune.kernels.cpu_threads import run_parallel
+from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.cpu_loops import PADDING, STARTS, scan_backward, scan_forward, segment_length
+from ssm_tune.kernels.cpu_threads import channel_ranges, float_array, run_parallel
 from ssm_tune.kernels.reference import starts_and_padding
 
 
@@ -33,7 +34,13 @@ def selective_scan(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The operation of `ssm_tune.kernels.selective_scan`, in float32 whatever the inputs' dtype."""
+    """The operation of `ssm_tune.kernels.selective_scan`, in float32 whatever the inputs' dtype.
+
+    Raises:
+        Unsupported: float64, which would be rounded.
+    """
+    if x.dtype == torch.float64:
+        raise Unsupported("float64 is computed by the reference only")
     inputs = (x, dt, A, B, C, D, z, dt_bias, initial_state)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     y, state = _SelectiveScan.apply(*inputs, seq_idx, dt_softplus, differentiable)
@@ -66,10 +73,10 @@ class _SelectiveScan(torch.autograd.Function):
         kept = torch.empty(batch, segments, states, dim)
         y, final_state = torch.empty(batch, length, dim), torch.empty(batch, dim, states)
         rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
-        initial = _array(initial_state, (batch, dim, states))
+        initial = float_array(initial_state, (batch, dim, states))
         results = [t.numpy() for t in (y, final_state, kept)]
         flags = (dt_softplus, z is not None, differentiable)
-        ranges = _channel_ranges(batch, dim)
+        ranges = channel_ranges(batch, dim)
         run_parallel(
             partial(scan_forward, *_row(rows, row), *flags, initial[row], *(r[row] for r in results), *channels)
             for row in range(batch)
@@ -87,8 +94,8 @@ class _SelectiveScan(torch.autograd.Function):
         batch, length, dim = x.shape
         states = A.shape[-1]
         rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
-        grad_outputs = _array(grad_y, (batch, length, dim)), _array(grad_final_state, (batch, dim, states))
-        ranges = _channel_ranges(batch, dim)
+        grad_outputs = float_array(grad_y, (batch, length, dim)), float_array(grad_final_state, (batch, dim, states))
+        ranges = channel_ranges(batch, dim)
         grad_x, grad_dt = torch.empty(2, batch, length, dim)
         grad_z = torch.empty(batch, length if z is not None else 0, dim)
         grad_A, grad_initial_state = torch.empty(2, batch, dim, states)
@@ -125,31 +132,15 @@ def _marks(seq_idx: Tensor | None, x: Tensor) -> Tensor:
     return (starts * STARTS + padding * PADDING).to(torch.int8)
 
 
-def _array(tensor: Tensor | None, shape: tuple[int, ...]) -> np.ndarray:
-    """The tensor as a float32 array, rows side by side; zeros where there is none."""
-    if tensor is None:
-        return np.zeros(shape, np.float32)
-    return tensor.detach().to(torch.float32).contiguous().numpy()
-
-
 def _arrays(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None
 ) -> list[np.ndarray]:
     dim = x.shape[-1]
-    always = [_array(t, t.shape) for t in (x, dt, A, B, C)]
-    return [*always, _array(D, (dim,)), _array(z, (x.shape[0], 0, dim)), _array(dt_bias, (dim,))]
+    always = [float_array(t, t.shape) for t in (x, dt, A, B, C)]
+    return [*always, float_array(D, (dim,)), float_array(z, (x.shape[0], 0, dim)), float_array(dt_bias, (dim,))]
 
 
 def _row(arrays: list[np.ndarray], row: int) -> list[np.ndarray]:
     """The arguments of a loop for one row of the batch: A, D and dt_bias have no batch."""
     x, dt, A, B, C, D, z, dt_bias, marks = arrays
     return [x[row], dt[row], A, B[row], C[row], D, z[row], dt_bias, marks[row]]
-
-
-def _channel_ranges(batch: int, dim: int) -> list[tuple[int, int]]:
-    """Ranges of channels, whole blocks each, enough that rows times ranges keep every thread busy."""
-    threads = torch.get_num_threads()
-    blocks = -(-dim // BLOCK)
-    wanted = 1 if threads == 1 else -(-2 * threads // max(batch, 1))
-    size = -(-blocks // min(blocks, wanted)) * BLOCK
-    return [(first, min(first + size, dim)) for first in range(0, dim, size)]

@@ -1,7 +1,8 @@
 """Compiled loops on as many threads as PyTorch uses, from any thread and in any process.
 
-The loops release the interpreter's lock, so plain Python threads run them side by side. Numba's own thread pools are not
-used: one aborts the process when two Python threads enter it at once, the other after a fork, as in a DataLoader's worker.
+The loops release the interpreter's lock, so plain Python threads run them side by side. Numba's own thread pools are
+not used: one aborts the process when two Python threads enter it at once, the other after a fork, as in a
+DataLoader's worker.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from torch import Tensor
 
+# Channels that a loop works on at once: long enough that what is done once a token does not count, short enough that
+# the states of a block stay in cache.
+BLOCK = 128
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
     """Run every job, on torch.get_num_threads() threads of this process; the first exception is raised here.
 
-    The threads flush denormal numbers to zero: a state that decays, or the gradient of tokens without loss, ends in numbers
-    below 1e-38, with which a processor computes a hundred times slower. The caller's own setting is not touched.
+    The threads flush denormal numbers to zero: a state that decays, or the gradient of tokens without loss, ends in
+    numbers below 1e-38, with which a processor computes a hundred times slower. The caller's own setting is not
+    touched.
     """
     queue = iter(list(jobs))
     threads = max(1, torch.get_num_threads())
@@ -38,3 +45,19 @@ def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
 def _work(queue: Iterator[Callable[[], None]]) -> None:
     for job in queue:
         job()
+
+
+def channel_ranges(batch: int, dim: int) -> list[tuple[int, int]]:
+    """Ranges of channels, whole blocks each, enough that rows times ranges keep every thread busy."""
+    threads = torch.get_num_threads()
+    blocks = -(-dim // BLOCK)
+    wanted = 1 if threads == 1 else -(-2 * threads // max(batch, 1))
+    size = -(-blocks // min(blocks, wanted)) * BLOCK
+    return [(first, min(first + size, dim)) for first in range(0, dim, size)]
+
+
+def float_array(tensor: Tensor | None, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor as a float32 array, rows side by side; zeros of this shape where there is none."""
+    if tensor is None:
+        return np.zeros(shape, np.float32)
+    return tensor.detach().to(torch.float32).contiguous().numpy()

@@ -1,12 +1,14 @@
 """Readable PyTorch of every operation, one token at a time: the truth that the fast backends are tested against.
 
-Nothing here is clever. Every function takes the arguments of the public function of the same name, works on any device and
-in any floating dtype (float64 included), is differentiable by autograd, and serves where no fast backend does.
+Nothing here is clever. Every function takes the arguments of the public function of the same name, works on any
+device and in any floating dtype (float64 included), is differentiable by autograd, and serves where no fast backend
+does.
 
-Documents. `seq_idx` (batch, length) numbers the documents of a row. At a token whose document differs from that of the real
-token before it, the state (and the window of the convolution) starts from zero; the first document of a row continues
-`initial_state`. A token marked -1 is padding: it is as if it were not there. Its output is zero, nothing of it enters the
-state, no gradient reaches it, and the state passes through, so that a final state is the state after the last real token.
+Documents. `seq_idx` (batch, length) numbers the documents of a row. At a token whose document differs from that of
+the real token before it, the state (and the window of the convolution) starts from zero; the first document of a row
+continues `initial_state`. A token marked -1 is padding: it is as if it were not there. Its output is zero, nothing of
+it enters the state, no gradient reaches it, and the state passes through, so that a final state is the state after
+the last real token.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _time_step(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, limit: tuple[float, float]) -> Tensor:
+def time_step(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, limit: tuple[float, float]) -> Tensor:
     """dt as the recurrence uses it: + bias, softplus, clamped to `limit`; in the accumulator's dtype."""
     dt = dt.to(_accumulator(dt.dtype))
     if dt_bias is not None:
@@ -74,7 +76,7 @@ def selective_scan(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-1's recurrence: h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t (Mamba, eq. 2 and algorithm 2)."""
+    """h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = C_t h_t + D x_t (Mamba, eq. 2 and algorithm 2)."""
     batch, length, dim = x.shape
     wide = _accumulator(x.dtype)
     starts, padding = starts_and_padding(seq_idx, batch, length, x.device)
@@ -104,7 +106,7 @@ def _selective_step(
 ) -> tuple[Tensor, Tensor]:
     """One token: y (batch, dim) before the gate, and the new state (batch, dim, state), in float32 or wider."""
     wide = _accumulator(state.dtype)
-    dt = _time_step(dt, dt_bias, dt_softplus, (0.0, math.inf)).to(wide)
+    dt = time_step(dt, dt_bias, dt_softplus, (0.0, math.inf)).to(wide)
     x = x.to(wide)
     decay = torch.exp(dt[..., None] * A.to(wide))
     state = decay * state + (dt * x)[..., None] * B.to(wide)[:, None, :]
@@ -148,7 +150,7 @@ def ssd_scan(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-2's recurrence, a scalar decay per head (Mamba-2, section 6, in its linear form). `chunk_size` changes nothing here."""
+    """The same with a scalar A per head (Mamba-2, section 6, as a recurrence). `chunk_size` changes nothing here."""
     batch, length, heads, head_dim = x.shape
     wide = _accumulator(x.dtype)
     starts, padding = starts_and_padding(seq_idx, batch, length, x.device)
@@ -183,7 +185,7 @@ def _ssd_step(
     heads_per_group = x.shape[1] // B.shape[1]
     B = B.to(wide).repeat_interleave(heads_per_group, dim=1)
     C = C.to(wide).repeat_interleave(heads_per_group, dim=1)
-    dt = _time_step(dt, dt_bias, dt_softplus, dt_limit).to(wide)
+    dt = time_step(dt, dt_bias, dt_softplus, dt_limit).to(wide)
     x = x.to(wide)
     decay = torch.exp(dt * A.to(wide))
     state = decay[..., None, None] * state + (dt[..., None] * x)[..., None] * B[:, :, None, :]
@@ -205,7 +207,7 @@ def ssd_step(
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """One token of `ssd_scan`: x (batch, heads, head_dim), dt (batch, heads), B, C (batch, groups, state); `state` in place."""
+    """One token of `ssd_scan`: x (batch, heads, head_dim), dt (batch, heads), B, C (batch, groups, state)."""
     y, after = _ssd_step(x, dt, A, B, C, state, D, dt_bias, dt_softplus, dt_limit)
     state.copy_(after)
     return y.to(x.dtype)
@@ -264,7 +266,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_rms_norm(
     y: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int | None = None, norm_before_gate: bool = False
 ) -> Tensor:
-    """Mamba-2's norm: rms_norm(y * silu(z)), or rms_norm(y) * silu(z), over groups of `group_size` channels (None: all)."""
+    """rms_norm(y * silu(z)), or rms_norm(y) * silu(z), over groups of `group_size` channels (None: all of them)."""
     wide = y.to(_accumulator(y.dtype))
     gate = F.silu(z.to(wide.dtype))
     if not norm_before_gate:

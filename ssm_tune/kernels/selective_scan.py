@@ -32,7 +32,8 @@ def selective_scan(
         return_final_state: also give the state after the last real token, (batch, dim, state), float32.
 
     Returns:
-        y (batch, length, dim) in the dtype of x, or (y, final state). Differentiable in everything, both states included.
+        y (batch, length, dim) in the dtype of x, or (y, final state). Differentiable in everything, both states
+        included.
 
     Raises:
         ValueError: shapes that do not belong together.

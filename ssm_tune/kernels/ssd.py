@@ -25,16 +25,16 @@ def ssd_scan(
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t, a scalar A per head (Mamba-2, sections 5 and 6).
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t, a scalar A per head (Mamba-2, sections 5 and
+    6).
 
     Args:
-        x: (batch, length, heads, head_dim). dt: (batch, length, heads), used as softplus(dt + dt_bias) clamped to `dt_limit`.
-        A, dt_bias: (heads,), A negative, float32. D: (heads,) or (heads, head_dim).
-        B, C: (batch, length, groups, state); heads are a multiple of groups.
-        chunk_size: tokens computed at once by backends that work in chunks; does not change the result.
-        seq_idx: (batch, length) integers, the document of each token; -1 is padding. See `kernels/reference.py`.
-        initial_state: (batch, heads, head_dim, state), float32: the state before the first token.
-        return_final_state: also give the state after the last real token, same shape, float32.
+        x: (batch, length, heads, head_dim). dt: (batch, length, heads), used as softplus(dt + dt_bias) clamped to
+        `dt_limit`. A, dt_bias: (heads,), A negative, float32. D: (heads,) or (heads, head_dim). B, C: (batch, length,
+        groups, state); heads are a multiple of groups. chunk_size: tokens computed at once by backends that work in
+        chunks; does not change the result. seq_idx: (batch, length) integers, the document of each token; -1 is
+        padding. See `kernels/reference.py`. initial_state: (batch, heads, head_dim, state), float32: the state before
+        the first token. return_final_state: also give the state after the last real token, same shape, float32.
 
     Returns:
         y (batch, length, heads, head_dim) in the dtype of x, or (y, final state). Differentiable in everything.

@@ -1,0 +1,105 @@
+"""One small call of every operation, to find out whether a backend computes the right thing on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssm_tune.kernels import reference
+
+# A kernel that is wrong is wrong by far more, and one that is right in bfloat16 or TF32 by less.
+_TOLERANCE = 0.05
+
+
+class WrongResultError(RuntimeError):
+    """A backend ran, and gave other values or gradients than the reference."""
+
+
+def run_trial(operation: str, function: Callable[..., Any], device: torch.device) -> None:
+    """Call `function` forward and backward on `device`, in float32 on a CPU and bfloat16 elsewhere, and check the
+    results.
+
+    Two documents share the row, so that a kernel that drops `seq_idx` is found out.
+
+    Raises:
+        WrongResultError: results that differ from the reference. Whatever else `function` raises passes through.
+    """
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    # A trial may be asked for inside a user's no_grad, inference_mode or autocast, whose effects it must not take on.
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        args, kwargs, wide = _arguments(operation)
+        expected = _results(getattr(reference, operation), args, kwargs, wide, torch.device("cpu"), torch.float32)
+        found = _results(function, args, kwargs, wide, device, dtype)
+    for name in expected:
+        difference = (found[name].float().cpu() - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
+        if not difference <= _TOLERANCE:
+            raise WrongResultError(f"{operation}: {name} differs from the reference by {difference:.2g}, relative")
+
+
+def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[str]]:
+    """Tensors in the order of the signature, the other arguments, and the names of tensors that stay float32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        # Rounded to bfloat16, so that both dtypes start from the same numbers.
+        return torch.randn(shape, generator=generator, device="cpu").bfloat16().float()
+
+    batch, length, dim, state, heads, groups, width = 2, 20, 128, 16, 2, 1, 4
+    wide = {"A", "D", "dt_bias", "state"}
+    packed = {"seq_idx": torch.tensor([[0] * 9 + [1] * 11, [0] * 20], dtype=torch.int32, device="cpu")}
+    if operation == "selective_scan":
+        tensors = {name: normal(batch, length, dim) for name in ("x", "dt", "z")}
+        tensors |= {name: normal(batch, length, state) for name in ("B", "C")}
+        tensors |= {"A": -normal(dim, state).exp(), "D": normal(dim), "dt_bias": normal(dim)}
+        return {name: tensors[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")}, packed, wide
+    if operation == "selective_scan_step":
+        tensors = {name: normal(batch, dim) for name in ("x", "dt", "z")}
+        tensors |= {name: normal(batch, state) for name in ("B", "C")}
+        tensors |= {"A": -normal(dim, state).exp(), "D": normal(dim), "dt_bias": normal(dim)}
+        tensors["state"] = normal(batch, dim, state)
+        return {name: tensors[name] for name in ("x", "dt", "A", "B", "C", "state", "D", "z", "dt_bias")}, {}, wide
+    if operation in ("ssd_scan", "ssd_step"):
+        tokens = (batch, length) if operation == "ssd_scan" else (batch,)
+        tensors = {"x": normal(*tokens, heads, 64), "dt": normal(*tokens, heads), "A": -normal(heads).exp()}
+        tensors |= {name: normal(*tokens, groups, 64) for name in ("B", "C")}
+        if operation == "ssd_step":
+            tensors["state"] = normal(batch, heads, 64, 64)
+        tensors |= {"D": normal(heads), "dt_bias": normal(heads)}
+        return tensors, packed if operation == "ssd_scan" else {}, wide
+    if operation == "causal_conv1d":
+        return {"x": normal(batch, length, dim), "weight": normal(dim, width), "bias": normal(dim)}, packed, set()
+    if operation == "causal_conv1d_step":
+        tensors = {"x": normal(batch, dim), "state": normal(batch, dim, width - 1)}
+        return tensors | {"weight": normal(dim, width), "bias": normal(dim)}, {}, set()
+    if operation == "rms_norm":
+        return {"x": normal(batch, length, dim), "weight": normal(dim)}, {"eps": 1e-5}, set()
+    if operation == "gated_rms_norm":
+        tensors = {name: normal(batch, length, dim) for name in ("y", "z")}
+        return tensors | {"weight": normal(dim)}, {"eps": 1e-5, "group_size": 64}, set()
+    raise KeyError(operation)
+
+
+def _results(
+    function: Callable[..., Any],
+    args: dict[str, Tensor],
+    kwargs: dict[str, Any],
+    wide: set[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """The output, and the gradients by all tensors, or the new state of a step form."""
+    inputs = {n: t.to(device, torch.float32 if n in wide else dtype, copy=True) for n, t in args.items()}
+    kwargs = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in kwargs.items()}
+    if "state" in inputs:
+        with torch.no_grad():
+            return {"output": function(**inputs, **kwargs), "state": inputs["state"]}
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    output = function(**inputs, **kwargs)
+    # Not the sum: a gradient of ones hides errors that cancel.
+    slope = torch.linspace(-1, 1, output.numel(), device="cpu").view(output.shape).to(device, output.dtype)
+    gradients = torch.autograd.grad(output, list(inputs.values()), slope)
+    return {"output": output.detach()} | {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}
