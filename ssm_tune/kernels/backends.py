@@ -105,7 +105,7 @@ class _Settings:
         self.lock = threading.RLock()
         self.trials: dict[tuple[Backend, str], str] = {}  # "" where the trial succeeded, else what went wrong
         self.lists: dict[tuple[str, str], tuple[Backend, ...]] = {}
-        self.said: set[tuple[str, str, str]] = set()
+        self.said: set[tuple[str, ...]] = set()
 
 
 _settings = _Settings()
@@ -151,7 +151,7 @@ def call(operation: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def kernel_report(device: torch.device | str) -> list[KernelChoice]:
-    """What serves each operation on `device`, after trying. A call may go further down the list for what one cannot do."""
+    """What serves each operation on `device`, after trying; a call that a backend cannot serve goes to the next."""
     device = torch.device(device)
     choices = []
     for operation in OPERATIONS:
@@ -234,12 +234,12 @@ def _describe(failure: BaseException, backend: Backend) -> str:
 
 def _announce(operation: str, device: torch.device, backend: Backend, reasons: Sequence[str]) -> None:
     """Say once that a fallback serves, with the reason and the cost; raise if kernels are required."""
-    why = "; ".join(reasons)
-    cost = backend.cost or "another order of the same work"
-    message = f"{operation} on {device} falls back to {backend.name} ({cost}), because of {why}."
+    cost = f" ({backend.cost})" if backend.cost else ""
+    message = f"{operation} on {device}: {'; '.join(reasons)}. {backend.name} serves instead{cost}."
     if _settings.required:
-        raise KernelError(f"{message} kernels.required is set: install or repair the kernel, or set it to false.")
-    said = (operation, str(device), message)
+        raise KernelError(f"{message} But kernels.required is set: repair the kernel, or set it to false.")
+    # The reasons of one call name its sizes: they would be said again for every other size.
+    said = (operation, str(device), backend.name, *(reason.split(":")[0] for reason in reasons))
     if said not in _settings.said:
         _settings.said.add(said)
         logger.warning(message)
