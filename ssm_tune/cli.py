@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _EPILOG = """\
 A RECIPE is a file, or the name of a shipped one (ssm-tune recipes ls). Settings are overridden by key:
@@ -109,13 +109,11 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_argument("source", metavar="RUN", help="a run folder")
     merge.add_argument("--output", type=Path, help="folder of the merged model (default: RUN/merged)")
     merge.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
-    evaluate = command("eval", run_evaluate, "measure a finished run or a model with lm-eval")
-    evaluate.add_argument("source", metavar="RUN|MODEL")
-    evaluate.add_argument("--tasks", required=True, help="names of lm-eval tasks, separated by commas")
-    evaluate.add_argument("--limit", type=int, help="rows of each task")
+    _add_evaluate(command("eval", run_evaluate, "measure a finished run or a model with lm-eval"))
     push = command("push", run_push, "upload a finished run to the Hub; private unless --public")
     push.add_argument("source", metavar="RUN")
     push.add_argument("repo", metavar="REPO", help="owner/name")
+    push.add_argument("--merged", action="store_true", help="the merged model instead of the adapter")
     push.add_argument("--public", action="store_true")
     return parser
 
@@ -141,14 +139,40 @@ def _add_recipes(parser: argparse.ArgumentParser) -> None:
     copy.add_argument("to", nargs="?", type=Path, help="a file or a folder (default: NAME.yaml here)")
 
 
+_SAMPLING = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|MODEL", help="a run folder, a model folder or a Hub name")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int)
+    for name, kind in _SAMPLING.items():
+        text = "0: always the likeliest token (the default)" if name == "temperature" else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="N")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="a text that ends the answer; may be repeated")
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="put the prompt as a user's turn, or as it is (default: as the run's training rows were put)",
+    )
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN|MODEL", help="a run folder, a model folder or a Hub name")
+    parser.add_argument("--tasks", required=True, help="names of lm-eval tasks, separated by commas")
+    parser.add_argument("--limit", type=float, metavar="N", help="rows of each task, or below 1 a share of them")
+    parser.add_argument("--batch-size", type=int, metavar="N")
+    parser.add_argument("--num-fewshot", type=int, metavar="N")
+    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="further lm-eval task files")
+    parser.add_argument("--allow-code-execution", action="store_true", help="let tasks run the code a model writes")
 
 
 def run_training(arguments: argparse.Namespace) -> int | None:
@@ -190,11 +214,11 @@ def run_recipes(arguments: argparse.Namespace) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
-    from ssm_tune.outputs.run import Run
+    from ssm_tune.outputs.generate import generate_text
+    from ssm_tune.outputs.run import load_source
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    print(Run.load(arguments.source).generate(arguments.prompt, **settings))
+    model, tokenizer = load_source(arguments.source)
+    print(generate_text(model, tokenizer, arguments.prompt, **_given(arguments, *_SAMPLING, "stop", "chat")))
 
 
 def run_merge(arguments: argparse.Namespace) -> None:
@@ -206,13 +230,25 @@ def run_merge(arguments: argparse.Namespace) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> None:
     import json
 
-    from ssm_tune.outputs.run import Run
+    from ssm_tune.outputs.evaluate import evaluate_model
+    from ssm_tune.outputs.run import Run, load_source
 
-    results = Run.load(arguments.source).evaluate(arguments.tasks.split(","), limit=arguments.limit)
-    print(json.dumps(results, indent=2, default=str))
+    settings = _given(arguments, "limit", "batch_size", "num_fewshot", "include_path", "allow_code_execution")
+    if (Path(arguments.source) / "run.json").exists():
+        results = Run.load(arguments.source).evaluate(arguments.tasks, **settings)
+        print(f"{Path(arguments.source) / 'eval.json'} written", file=sys.stderr)
+    else:
+        results = evaluate_model(*load_source(arguments.source), arguments.tasks, **settings)
+    print(json.dumps(results["results"], indent=2))
 
 
 def run_push(arguments: argparse.Namespace) -> None:
     from ssm_tune.outputs.run import Run
 
-    print(Run.load(arguments.source).push(arguments.repo, private=not arguments.public))
+    what = "merged" if arguments.merged else "adapter"
+    print(Run.load(arguments.source).push(arguments.repo, private=not arguments.public, what=what))
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those options that were written; the others keep the defaults of whoever takes them."""
+    return {name: value for name, value in vars(arguments).items() if name in names and value is not None}
