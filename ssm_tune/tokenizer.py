@@ -104,6 +104,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path, chat_
     """
     saved = copy.deepcopy(tokenizer)
     saved.padding_side = "left"
+    saved.init_kwargs["padding_side"] = "left"  # save_pretrained writes what the tokenizer was made with
     if chat_template is not None:
         saved.chat_template = chat_template
     saved.save_pretrained(str(folder))

@@ -213,7 +213,7 @@ class Formatter:
                 raise RecipeError(f"{where}: column {self._name('completion')} has no assistant turn.")
             return Example("chat", messages=messages, loss_from=len(asked))
         raise RecipeError(
-            f"{where}: columns {self._name('prompt')} and {self._name('completion')} must both be text, or both lists of "
+            f"{where}: columns {self._name('prompt')} and {self._name('completion')} must both be text, or lists of "
             f"messages; they are {_a(prompt)} and {_a(completion)}."
         )
 

@@ -32,14 +32,17 @@ def hold_out(
         )
     wanted = max(round(len(documents) * fraction), 1)
     sizes = np.bincount(which)
+    order = np.random.default_rng(seed).permutation(len(contents))
     held = np.zeros(len(contents), np.bool_)
     taken = 0
-    for content in np.random.default_rng(seed).permutation(len(contents)).tolist():
-        if taken >= wanted:
-            break
-        if taken + sizes[content] <= wanted or not taken:
+    for content in order.tolist():
+        if taken + sizes[content] <= wanted:
             held[content] = True
             taken += int(sizes[content])
+            if taken == wanted:
+                break
+    if not taken:  # every row comes more often than that
+        held[order[np.argmin(sizes[order])]] = True
     chosen = held[which]
     return documents.take(np.flatnonzero(~chosen)), documents.take(np.flatnonzero(chosen))
 

@@ -170,14 +170,23 @@ class Encoder:
     def _tokenise(self, rows: Sequence[Sequence[Piece]]) -> Iterator[list[list[int]]]:
         """The tokens of each part of each row, parts tokenised on their own."""
         parts = self._ids([piece.text for row in rows for piece in row])
-        # Tokenizers that put a space before every text would put one between the parts. For them the row's text is
-        # tokenised up to each border: what a longer text adds is the next part, if it leaves the earlier tokens alone.
-        joined = self._ids([text for row in rows for text in _prefixes(row)]) if self.joins else []
+        joined: list[list[int]] = []
+        if self.joins:
+            # Such a tokenizer would put a space between the parts. So the row's text is tokenised up to each border:
+            # what a longer text adds is the next part. Where it changes earlier tokens instead, the part is tokenised
+            # behind a line break, which takes the space.
+            joined = self._ids([text for row in rows for text in _prefixes(row)])
+            line_break = self._ids(["\n"])[0]
+            behind = self._ids(["\n" + piece.text for row in rows for piece in row])
         position = 0
         for row in rows:
             here = slice(position, position + len(row))
             position += len(row)
-            yield _differences(joined[here]) or parts[here] if joined else parts[here]
+            own = parts[here]
+            if joined:
+                yield _differences(joined[here]) or [own[0], *_without(line_break, behind[here], own)[1:]]
+            else:
+                yield own
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -221,3 +230,8 @@ def _differences(texts: list[list[int]]) -> list[list[int]] | None:
         parts.append(ids[len(before) :])
         before = ids
     return parts
+
+
+def _without(prefix: list[int], texts: list[list[int]], otherwise: list[list[int]]) -> list[list[int]]:
+    pairs = zip(texts, otherwise, strict=True)
+    return [ids[len(prefix) :] if ids[: len(prefix)] == prefix else other for ids, other in pairs]

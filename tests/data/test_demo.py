@@ -87,5 +87,5 @@ def test_a_python_without_documentation_is_refused(monkeypatch, tmp_path):
 
 
 def test_an_unknown_split_is_refused():
-    with pytest.raises(RecipeError, match="no split 'test'.*train, eval"):
+    with pytest.raises(RecipeError, match=r"no split 'test'. It has: train, eval"):
         demo.read_demo(demo.QUESTIONS, "test")

@@ -93,7 +93,7 @@ def test_wrong_mappings_are_refused(columns, message):
         ({"question": "x", "answer": "half \ud83d"}, "lone surrogate \\ud83d at position 5"),
         (
             {"prompt": "x", "completion": [SAID]},
-            "must both be text, or both lists of messages; they are text and a list",
+            "must both be text, or lists of messages; they are text and a list",
         ),
         ({"prompt": [USER], "completion": [USER]}, "no turn of the assistant"),
         ({"prompt": [USER, SAID], "completion": [USER]}, "column completion has no assistant turn"),
@@ -127,7 +127,7 @@ def test_every_row_has_the_shape_of_the_first():
     formatter.format({"question": "x", "answer": "y"}, "a.jsonl, line 1")
     with pytest.raises(RecipeError, match=r"a.jsonl, line 2: this row has messages, the first \(a.jsonl, line 1\) has"):
         formatter.format({"messages": [USER, SAID]}, "a.jsonl, line 2")
-    with pytest.raises(RecipeError, match="a.jsonl, line 3: no value in column answer"):
+    with pytest.raises(RecipeError, match=r"a\.jsonl, line 3: no value in column answer"):
         formatter.format({"question": "x"}, "a.jsonl, line 3")
 
 
