@@ -33,12 +33,12 @@ class TextStream:
         self._stops = tuple(stops)
         self._show_stop = show_stop
         self._held = ""  # decoded, and not shown yet
-        # The tokens whose text is open, after those of the last text that was settled: some tokenizers decode a token
-        # by the one before it, and a character's bytes only together. `_settled`: characters of it that are known.
+        # The tokens whose text is open, after those of the text that was settled last: some tokenizers decode a token
+        # by the one before it, and bytes only together.
         self._window = list(context[-_CONTEXT:])
         if self._decode(self._window).endswith(_BROKEN):
             self._window = []
-        self._settled = len(self._decode(self._window))
+        self._known = self._decode(self._window)  # what of the window's text has been passed on
         self._open = len(self._window)  # where the open tokens begin
 
     def push(self, token: int) -> str:
@@ -48,14 +48,18 @@ class TextStream:
         self._window.append(token)
         text = self._decode(self._window)
         broken = len(text) - len(text.rstrip(_BROKEN))
+        if not text.startswith(self._known):  # bytes that are no character took what was before them along
+            if broken:
+                return ""
+            text = self._known + self._decode(self._window[self._open :])
         certain = text[: len(text) - min(broken, _LONGEST_START)]
-        piece = certain[self._settled :]
-        if not broken and len(text) > self._settled:
+        piece = certain[len(self._known) :]
+        if not broken and piece:
             self._window = self._window[self._open :]
-            self._settled = len(self._decode(self._window))
+            self._known = self._decode(self._window)
             self._open = len(self._window)
         else:
-            self._settled = max(self._settled, len(certain))
+            self._known += piece
         return self._show(piece, last=False)
 
     def finish(self) -> str:
@@ -65,8 +69,10 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        rest = self._decode(self._window)[self._settled :].rstrip(_BROKEN)
-        return self._show(rest, last=True)
+        rest = self._decode(self._window)
+        known = rest.startswith(self._known)
+        rest = rest[len(self._known) :] if known else self._decode(self._window[self._open :])
+        return self._show(rest.rstrip(_BROKEN), last=True)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +68,20 @@ class Engine:
         self._rows: list[Job] = []
         self._states: States | None = None
         self._changed = threading.Condition()
-        self._stopping = False
+        self._stopping = self._draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- called by others ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
+
+    def drain(self, seconds: float) -> None:
+        """Take no new requests, and let those that are there end within so many seconds."""
+        with self._changed:
+            self._draining = True
+            for job in (*self._rows, *self._reading, *self._waiting):
+                job.deadline = min(job.deadline, time.monotonic() + seconds)
 
     def stop(self) -> None:
         """Fail what is left, and wait for the thread to end."""
@@ -94,7 +102,7 @@ class Engine:
         """Take in the answers of one request, all or none. Raises Full, Stopping."""
         with self._changed:
             room = self._max_queue + max(0, self._max_batch - len(self._rows) - len(self._reading))
-            if self._stopping:
+            if self._stopping or self._draining:
                 raise Stopping
             if len(self._waiting) + len(jobs) > room:
                 raise Full
@@ -217,7 +225,9 @@ class Engine:
     def _advance(self, jobs: list[Job], logits: Tensor, prompt: tuple[Likelihood | None, ...] = ()) -> list[int]:
         """Choose each job's next token and tell it; returns the places of those that are done."""
         done = []
-        for place, (job, token) in enumerate(zip(jobs, choose_tokens([job.chooser for job in jobs], logits), strict=True)):
+        for place, (job, token) in enumerate(
+            zip(jobs, choose_tokens([job.chooser for job in jobs], logits), strict=True)
+        ):
             if token is None:
                 update = Update(finish=FAILED, detail="the model's logits are not numbers (NaN or infinite)")
             else:

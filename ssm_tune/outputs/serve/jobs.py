@@ -59,6 +59,12 @@ class Job:
     measured: list[Likelihood | None] = field(default_factory=list)
 
     @property
+    def shown(self) -> list[int]:
+        """The answer's tokens without the one that ended it."""
+        ended = bool(self.answer) and self.answer[-1] in self.ends
+        return self.answer[:-1] if ended else self.answer
+
+    @property
     def late(self) -> bool:
         """Whether its time is over."""
         return time.monotonic() >= self.deadline

@@ -140,5 +140,6 @@ def measure(logits: Tensor, token: int, beside: int) -> Likelihood:
     likeliest: tuple[tuple[int, float], ...] = ()
     if beside:
         top = values.topk(min(beside, values.shape[0]))
-        likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        likeliest = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # a vocabulary may have fewer tokens
     return Likelihood(token, float(values[token]), likeliest)
