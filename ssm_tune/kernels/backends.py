@@ -68,7 +68,8 @@ BACKENDS = (
         "selective_scan", "reference", "reference", cost="one token at a time in PyTorch, 100 times slower or more"
     ),
     Backend("selective_scan_step", "reference", "reference"),
-    Backend("ssd_scan", "chunked", "ssd_chunked"),
+    Backend("ssd_scan", "numba", "cpu_ssd", _CPU, "numba", _NUMBA),
+    Backend("ssd_scan", "chunked", "ssd_chunked", cost="chunks of matrix products in PyTorch, several times slower"),
     Backend("ssd_scan", "reference", "reference", cost="one token at a time in PyTorch, 10 times slower or more"),
     Backend("ssd_step", "reference", "reference"),
     Backend("causal_conv1d", "numba", "cpu_conv", _CPU, "numba", _NUMBA),

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.cpu_conv_loops import conv_backward, conv_forward, find_sources
-from ssm_tune.kernels.cpu_threads import channel_ranges, float_array, run_parallel
+from ssm_tune.kernels.cpu_threads import BLOCK, float_array, run_parallel, split_ranges
 from ssm_tune.kernels.reference import starts_and_padding
 
 
@@ -61,7 +61,7 @@ class _Conv(torch.autograd.Function):
         run_parallel(
             partial(conv_forward, *_row(arrays, row), sources[row].numpy(), silu, y[row].numpy(), *channels)
             for row in range(batch)
-            for channels in channel_ranges(batch, dim)
+            for channels in split_ranges(batch, dim, BLOCK)
         )
         ctx.save_for_backward(x, weight, bias, initial_state, sources)
         ctx.silu = silu
@@ -85,7 +85,7 @@ class _Conv(torch.autograd.Function):
         for row in range(batch):
             grads = rows[row, width - 1 :], rows[row, : width - 1], grad_weight[row], grad_bias[row]
             grads = [t.numpy() for t in grads]
-            for channels in channel_ranges(batch, dim):
+            for channels in split_ranges(batch, dim, BLOCK):
                 given = (*_row(arrays, row), sources[row].numpy(), ctx.silu, grad_out[row])
                 jobs.append(partial(conv_backward, *given, *grads, *channels))
         run_parallel(jobs)

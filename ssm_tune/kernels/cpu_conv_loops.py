@@ -45,7 +45,7 @@ def find_sources(starts: Array, padding: Array, width: int) -> Array:
 def conv_forward(
     x: Array, state: Array, weight: Array, bias: Array, sources: Array, silu: bool, out: Array, first: int, last: int
 ) -> None:
-    """Channels first to last of a row: x, out (length, dim), state (width - 1, dim), weight (width, dim), bias (dim)."""
+    """Channels first to last of a row; x, out (length, dim), state (width - 1, dim), weight (width, dim)."""
     length, width = x.shape[0], weight.shape[0]
     c, channels = np.uintp(first), np.uintp(last - first)
     y = np.empty(last - first, np.float32)

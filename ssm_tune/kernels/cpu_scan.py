@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.cpu_loops import PADDING, STARTS, scan_backward, scan_forward, segment_length
-from ssm_tune.kernels.cpu_threads import channel_ranges, float_array, run_parallel
+from ssm_tune.kernels.cpu_threads import BLOCK, float_array, run_parallel, split_ranges
 from ssm_tune.kernels.reference import starts_and_padding
 
 
@@ -68,7 +68,7 @@ class _SelectiveScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         batch, length, dim = x.shape
         states = A.shape[-1]
-        marks = _marks(seq_idx, x)
+        marks = token_marks(seq_idx, x)
         segments = -(-length // segment_length(states)) if differentiable else 0
         kept = torch.empty(batch, segments, states, dim)
         y, final_state = torch.empty(batch, length, dim), torch.empty(batch, dim, states)
@@ -76,7 +76,7 @@ class _SelectiveScan(torch.autograd.Function):
         initial = float_array(initial_state, (batch, dim, states))
         results = [t.numpy() for t in (y, final_state, kept)]
         flags = (dt_softplus, z is not None, differentiable)
-        ranges = channel_ranges(batch, dim)
+        ranges = split_ranges(batch, dim, BLOCK)
         run_parallel(
             partial(scan_forward, *_row(rows, row), *flags, initial[row], *(r[row] for r in results), *channels)
             for row in range(batch)
@@ -95,7 +95,7 @@ class _SelectiveScan(torch.autograd.Function):
         states = A.shape[-1]
         rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
         grad_outputs = float_array(grad_y, (batch, length, dim)), float_array(grad_final_state, (batch, dim, states))
-        ranges = channel_ranges(batch, dim)
+        ranges = split_ranges(batch, dim, BLOCK)
         grad_x, grad_dt = torch.empty(2, batch, length, dim)
         grad_z = torch.empty(batch, length if z is not None else 0, dim)
         grad_A, grad_initial_state = torch.empty(2, batch, dim, states)
@@ -126,8 +126,8 @@ class _SelectiveScan(torch.autograd.Function):
         )
 
 
-def _marks(seq_idx: Tensor | None, x: Tensor) -> Tensor:
-    """(batch, length), int8: what `cpu_loops` has to know about each token."""
+def token_marks(seq_idx: Tensor | None, x: Tensor) -> Tensor:
+    """(batch, length), int8: CONTINUES, STARTS or PADDING, for every token."""
     starts, padding = starts_and_padding(seq_idx, x.shape[0], x.shape[1], x.device)
     return (starts * STARTS + padding * PADDING).to(torch.int8)
 

@@ -47,13 +47,13 @@ def _work(queue: Iterator[Callable[[], None]]) -> None:
         job()
 
 
-def channel_ranges(batch: int, dim: int) -> list[tuple[int, int]]:
-    """Ranges of channels, whole blocks each, enough that rows times ranges keep every thread busy."""
+def split_ranges(batch: int, total: int, block: int = 1) -> list[tuple[int, int]]:
+    """0 to total in ranges of whole blocks, enough that rows times ranges keep every thread busy."""
     threads = torch.get_num_threads()
-    blocks = -(-dim // BLOCK)
+    blocks = -(-total // block)
     wanted = 1 if threads == 1 else -(-2 * threads // max(batch, 1))
-    size = -(-blocks // min(blocks, wanted)) * BLOCK
-    return [(first, min(first + size, dim)) for first in range(0, dim, size)]
+    size = -(-blocks // min(blocks, wanted)) * block
+    return [(first, min(first + size, total)) for first in range(0, total, size)]
 
 
 def float_array(tensor: Tensor | None, shape: tuple[int, ...]) -> np.ndarray:
