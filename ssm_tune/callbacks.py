@@ -144,8 +144,8 @@ class ProgressBar(TrainerCallback):
     """A bar with loss, tokens/s and ETA; where the output is no terminal, a line for each log."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # Where there is no terminal (a log file), lines are not broken at 80 columns.
-        self.console = console or Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+        # Where there is no terminal (a log file), there is no width of 80 columns either.
+        self.console = console or Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
         self.bar: Progress | None = None
         self.task: Any = None
         self.begun = (0.0, 0)  # clock, step

@@ -68,8 +68,9 @@ def summarise(history: list[dict[str, float]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     losses = [line for line in history if "loss" in line]
     evaluations = [line["eval_loss"] for line in history if "eval_loss" in line]
+    if history:
+        metrics["steps"] = max(line["step"] for line in history)
     if losses:
-        metrics["steps"] = losses[-1]["step"]
         metrics["first_loss"], metrics["loss"] = losses[0]["loss"], losses[-1]["loss"]
         metrics["num_tokens"] = losses[-1]["num_tokens"]
         rates = sorted(line["tokens_per_second"] for line in losses)

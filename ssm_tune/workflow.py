@@ -5,6 +5,7 @@ Mistakes in the data and in the targets are found before weights are read; a run
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from ssm_tune.training_arguments import build_arguments, compute_dtype, world_si
 
 if TYPE_CHECKING:
     from trl import SFTConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -229,7 +232,7 @@ def _build_model(job: Job, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
             eos_token_id=tokenizer.eos_token_id,
         )
     if recipe.adapter is not None:
-        if job.is_main and not job.resume:
+        if job.is_main:
             _keep_base(model, tokenizer, folder)
         model = apply_adapter(model, recipe.adapter, seed=seed)
     return model
@@ -241,8 +244,10 @@ def _keep_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder
     if name and (Path(name).is_dir() or not Path(name).is_absolute()):
         return
     base = folder.path / "base_model"
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
+    if not base.exists():  # a resumed run has it
+        with RunFolder(base).staging("base") as scratch:
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
     model.config.name_or_path = model.name_or_path = str(base.resolve())
 
 
@@ -257,6 +262,7 @@ def _build_trainer(
     signals: StopOnSignal,
 ) -> SSMTrainer:
     packing = job.recipe.training.get("packing", job.task == "pretrain")
+    _switch_off_router_loss(model.config, arguments)
     disable_progress_bar()  # transformers' own, for every file that a checkpoint writes
     start = StartAndResume(checkpoint)
     trainer = SSMTrainer(
@@ -272,6 +278,18 @@ def _build_trainer(
     )
     start.trainer = trainer
     return trainer
+
+
+def _switch_off_router_loss(config: Any, arguments: SFTConfig) -> None:
+    """TRL's load-balancing loss reads `num_experts`; families that count their experts otherwise, or have none, go without."""
+    if hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+        if arguments.router_aux_loss_coef:
+            raise RecipeError(
+                f"training.router_aux_loss_coef: the load-balancing loss is not available for {config.model_type}. Leave it out."
+            )
+        if getattr(config, "num_local_experts", 0) > 0:
+            logger.warning("%s: experts are trained without a load-balancing loss; watch them if many are trained.", config.model_type)
+        arguments.router_aux_loss_coef = 0.0
 
 
 def _write_recipe(job: Job, folder: RunFolder) -> None:
@@ -308,7 +326,11 @@ def _fit(trainer: SSMTrainer, folder: RunFolder, checkpoint: Path | None, signal
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.check_finite()
     if signals.received is not None and trainer.state.global_step < trainer.state.max_steps:
-        raise Stopped(f"stopped by {signal.Signals(signals.received).name} after step {trainer.state.global_step}", signals.exit_code)
+        raise Stopped(
+            f"stopped by {signal.Signals(signals.received).name} after step {trainer.state.global_step}; its checkpoint is "
+            f"in {folder.checkpoints}. The same command with --resume goes on.",
+            signals.exit_code,
+        )
 
 
 @contextmanager
@@ -337,7 +359,9 @@ def _told(job: Job, folder: RunFolder, signals: StopOnSignal) -> Iterator[None]:
 def _translate(error: BaseException, folder: RunFolder, signals: StopOnSignal) -> BaseException:
     """Signals, a full disk and a full memory in the user's words."""
     if isinstance(error, KeyboardInterrupt) and signals.received is not None:
-        return Stopped("interrupted", signals.exit_code)
+        found = folder.list_checkpoints()
+        kept = f"--resume goes on from {found[-1].name}" if found else "no checkpoint was written yet"
+        return Stopped(f"interrupted by {signal.Signals(signals.received).name}; {kept}.", signals.exit_code)
     if isinstance(error, torch.OutOfMemoryError):
         return RecipeError(
             "out of memory: lower training.per_device_train_batch_size (with gradient_accumulation_steps raised) or "

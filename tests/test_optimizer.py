@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ssm_tune.optimizer import decayed_parameter_names
-from tests.tiny import tiny_model
+from tiny import tiny_model
 
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2", "codestral", "bamba", "zamba2", "nemotron_h"])
