@@ -102,12 +102,17 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path, chat_
     chat_template: of the data (`PreparedData.chat_template`), put in the place of the tokenizer's own; None: its own.
     The tokenizer itself is not changed.
     """
-    saved = copy.deepcopy(tokenizer)
-    saved.padding_side = "left"
-    saved.init_kwargs["padding_side"] = "left"  # save_pretrained writes what the tokenizer was made with
+    generation_tokenizer(tokenizer, chat_template).save_pretrained(str(folder))
+
+
+def generation_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> PreTrainedTokenizerBase:
+    """A copy that pads on the left, with the chat template of the data if there is one; see `save_tokenizer`."""
+    copied = copy.deepcopy(tokenizer)
+    copied.padding_side = "left"
+    copied.init_kwargs["padding_side"] = "left"  # save_pretrained writes what the tokenizer was made with
     if chat_template is not None:
-        saved.chat_template = chat_template
-    saved.save_pretrained(str(folder))
+        copied.chat_template = chat_template
+    return copied
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

@@ -17,7 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ssm_tune import tokenizer as tokenizer_module
 from ssm_tune.data import prompt_ids
 from ssm_tune.recipe import RecipeError, TokenizerSection
-from ssm_tune.tokenizer import adopt_tokenizer, describe_tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from ssm_tune.tokenizer import (
+    adopt_tokenizer,
+    describe_tokenizer,
+    generation_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 TEXTS = ["Return the sum of the values.", "Return the number of items in the list.", "The value is zero."] * 20
 
@@ -199,6 +206,8 @@ def test_it_is_saved_for_generation_and_stays_as_it_is(tmp_path):
     assert own("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     assert prompt_ids(own, "Hi") == prompt_ids(tokenizer, "Hi")
     assert own.pad_token == "<pad>"
+    copied = generation_tokenizer(tokenizer, None)
+    assert (copied.padding_side, copied.chat_template) == ("left", PLAIN_TEMPLATE)
 
 
 def test_it_is_described_in_a_line():

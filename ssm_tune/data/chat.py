@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssm_tune.data.formatting import Message
 from ssm_tune.recipe import RecipeError
@@ -138,17 +138,20 @@ class Renderer:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        settings: dict[str, Any] = self.tokens
+        rendered: Any  # annotated as text, but it is the texts and the marks
         try:
-            texts, marks = render_jinja_template(
+            rendered = render_jinja_template(
                 [list(messages)],
                 chat_template=self.template,
                 add_generation_prompt=generate,
                 return_assistant_tokens_mask=self.marked,
-                **self.tokens,
+                **settings,
             )
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise RecipeError(f"the chat template cannot write the turns {roles}: {error}") from error
+        texts, marks = rendered
         return texts[0], marks[0] if marks else []
 
     def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:

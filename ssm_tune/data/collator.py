@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _NO_LOSS = -100
 
@@ -57,7 +58,7 @@ class Collator:
             position_ids[index, :length] = np.arange(length) - np.repeat(starts, lengths)
             numbers[index, : len(row["rows"])] = row["rows"]
         packed = self.fixed_length is not None or any(len(row["seq_lengths"]) > 1 for row in rows)
-        batch = {"input_ids": input_ids, "labels": labels, "rows": numbers}
+        batch: dict[str, NDArray[Any]] = {"input_ids": input_ids, "labels": labels, "rows": numbers}
         if packed:
             batch |= {"position_ids": position_ids, "seq_idx": seq_idx}
         else:

@@ -173,14 +173,12 @@ def _member_entries(topic: str, owner: str, body: list[ast.stmt]) -> Iterator[En
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         name = f"{owner}.{node.name}"
-        is_class = isinstance(node, ast.ClassDef)
         said = _clean(ast.get_docstring(node) or "")
-        if is_class:
+        if isinstance(node, ast.ClassDef):
             yield Entry(topic, name, f"What is {name}?", said)
+            yield from _member_entries(topic, name, node.body)
         else:
             yield Entry(topic, f"{name}({', '.join(_arguments(node))})", f"What does {name} do?", said)
-        if is_class:
-            yield from _member_entries(topic, name, node.body)
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:

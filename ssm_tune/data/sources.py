@@ -66,6 +66,7 @@ def open_rows(dataset: Any, name: str = "dataset") -> list[Source]:
     """
     if isinstance(dataset, str | Path):
         return open_sources([DataSource(path=str(dataset))], name)
+    rows: Any = dataset
     kind = type(dataset).__name__
     if kind == "IterableDataset":
         raise RecipeError(
@@ -75,14 +76,14 @@ def open_rows(dataset: Any, name: str = "dataset") -> list[Source]:
     if isinstance(dataset, Mapping):
         keys = ", ".join(map(str, dataset))
         raise RecipeError(f"{name}: {kind} holds several sets or columns ({keys}); pass one, or a list of row objects.")
-    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") and not hasattr(dataset, "column_names"):
-        dataset = dataset.to_dict("records")  # a pandas DataFrame
-    if not isinstance(dataset, Iterable):
+    if hasattr(rows, "column_names"):  # a datasets.Dataset: as Python objects, whatever format was set on it
+        rows = rows.with_format(None)
+    elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        rows = rows.to_dict("records")  # a pandas DataFrame
+    if not isinstance(rows, Iterable):
         raise RecipeError(f"{name}: rows must be a list of dicts or a datasets.Dataset, not {kind}.")
-    if hasattr(dataset, "column_names"):  # a datasets.Dataset: as Python objects, whatever format was set on it
-        rows = dataset.with_format(None)
-    else:
-        rows = dataset if isinstance(dataset, Sequence) else list(dataset)
+    if not isinstance(rows, Sequence) and not hasattr(rows, "column_names"):
+        rows = list(rows)
     return [Source(name, name, "row", lambda: enumerate(rows))]
 
 

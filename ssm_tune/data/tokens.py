@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssm_tune.data.chat import Piece, Renderer, adds_bos, exact_template, plain_template
-from ssm_tune.data.formatting import Example
+from ssm_tune.data.formatting import Example, Message
 from ssm_tune.data.sources import Source
 from ssm_tune.recipe import RecipeError
 
@@ -147,12 +147,21 @@ class Encoder:
                 pieces = [Piece(example.prompt, example.part in self.loss_on_all), Piece(said, True)]
                 return Written(pieces, bos=True, eos=True)
         try:
-            pieces = self.renderer.pieces(example.messages, example.loss_from)
+            pieces = self.renderer.pieces(self._without_eos(example.messages), example.loss_from)
         except RecipeError as error:
             raise RecipeError(f"{source.place(source.numbers[-1])}: {error}") from error
         if example.part in self.loss_on_all:
             pieces = [Piece(piece.text, True) for piece in pieces]
         return Written(pieces, bos=False, eos=False)
+
+    def _without_eos(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages without an eos that the data has at the end of the assistant's texts: the template writes it."""
+        return [
+            {**message, "content": message["content"].removesuffix(self.tokenizer.eos_token)}
+            if message["role"] == "assistant"
+            else message
+            for message in messages
+        ]
 
     def _encode_batch(self, batch: Sequence[Written]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.bool_]]]:
         ids, masks = [], []
@@ -198,7 +207,9 @@ class Encoder:
         rows = range(min(len(batch), _CHECKED - self._checked))
         self._checked += len(rows)
         decoded = self.tokenizer.batch_decode(
-            [ids[row][masks[row]] for row in rows], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            [ids[row][masks[row]].tolist() for row in rows],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
         for row, text in zip(rows, decoded, strict=True):
             expected = "".join(piece.text for piece in batch[row].pieces if piece.learned)

@@ -92,6 +92,14 @@ def test_turns_of_the_assistant_are_learned_with_their_ends(make):
     assert ends.sum() == 2 and documents.learned[ends].all() and ends[-1]
 
 
+def test_an_eos_that_the_data_brings_is_not_doubled():
+    rows = [{"question": "q", "answer": "a"}, {"question": "q", "answer": "a<e>"}]
+    for template in (None, PLAIN_TEMPLATE):
+        tokenizer = tiny_tokenizer(template)
+        documents, _ = encode(tokenizer, rows)
+        assert texts(tokenizer, documents, 0)[1] == texts(tokenizer, documents, 1)[1] == "a<e>"
+
+
 def test_loss_on_everything_where_it_is_asked_for():
     tokenizer = merging_tokenizer()
     whole, learned = texts(tokenizer, encode(tokenizer, [PAIR], "completion")[0])
