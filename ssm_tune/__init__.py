@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ssm_tune.registration import register_architectures
+
 if TYPE_CHECKING:
     from ssm_tune.mixers import patch_model, unpatch_model
     from ssm_tune.model import load_model
@@ -29,6 +31,9 @@ _HOMES = {
 }
 
 __all__ = ["Recipe", "RecipeError", "Run", "load_model", "load_recipe", "patch_model", "tune", "unpatch_model"]
+
+
+register_architectures()  # our own models load with transformers' Auto classes; imports nothing by itself
 
 
 def __getattr__(name: str) -> Any:
