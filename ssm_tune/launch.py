@@ -45,6 +45,9 @@ def launch(
     gpus = torch.cuda.device_count()
     _check_machine(path, config, gpus, processes)
     count = processes or config.get("num_processes") or gpus * config.get("num_machines", 1) or _CPU_PROCESSES
+    if not gpus or config.get("use_cpu"):
+        # Without it the processes would not find each other: accelerate looks for gloo only where the CPU is asked for.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     launcher = ["--config_file", str(path), "--num_processes", str(count), *_place(config)]
     return _run([*launcher, "-m", "ssm_tune", command, *arguments])
 

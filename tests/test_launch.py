@@ -30,6 +30,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(launch, "_run", take)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     return made
 
 
@@ -60,12 +61,14 @@ def test_what_accelerate_is_given(handed: list[list[str]]) -> None:
 def test_ddp_without_a_gpu_is_two_processes(handed: list[list[str]]) -> None:
     launch.launch("sft", ["demo"], accelerate="ddp")
     assert handed[0][3] == "2"
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_one_process_a_gpu(handed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     launch.launch("sft", ["demo"], accelerate="fsdp2")
     assert handed[0][3] == "4"
+    assert os.environ["ACCELERATE_USE_CPU"] == "false"
     with pytest.raises(RecipeError, match="5 processes on this machine, which has 4 GPUs"):
         launch.launch("sft", ["demo"], accelerate="ddp", processes=5)
 
@@ -198,3 +201,43 @@ def test_signals_reach_the_processes(workers: Path, signum: signal.Signals) -> N
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + signum, error
     assert {(workers / f"rank{rank}.signal").read_text() for rank in (0, 1)} == {str(int(signum))}
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """The same optimizer steps on the same rows: one process with batches of 2, two processes with batches of 1."""
+    rows = [{"prompt": f"{number} and one is ", "completion": str(number + 1)} for number in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "x.yaml").write_text(
+        "model: {architecture: mamba2, dimensions: {hidden_size: 32, num_hidden_layers: 2, head_dim: 16}}\n"
+        "tokenizer: {train: true, vocab_size: 300}\ndata: {train: [{path: rows.jsonl}]}\n"
+        "training: {max_steps: 4, logging_steps: 1, learning_rate: 1e-3, max_length: 64, save_strategy: no, seed: 1}\n"
+    )
+
+    def losses(output: str, batch: int, *arguments: str) -> list[float]:
+        command = [sys.executable, "-m", "ssm_tune", "sft", "x.yaml", f"training.output_dir={output}", *arguments]
+        command.append(f"training.per_device_train_batch_size={batch}")
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert result.returncode == 0, result.stderr
+        entries = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        return [entry["loss"] for entry in entries if "loss" in entry]
+
+    alone, together = losses("alone", 2), losses("together", 1, "--processes", "2")
+    assert len(alone) == 4
+    assert together == pytest.approx(alone, rel=1e-4)
+    assert json.loads((tmp_path / "together" / "run.json").read_text())["status"] == "complete"
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_data_comes_back_as_one(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3, "completion": "b"}\n')
+    (tmp_path / "x.yaml").write_text(
+        "model: {architecture: mamba, dimensions: {hidden_size: 32, num_hidden_layers: 1}}\n"
+        "tokenizer: {train: true, vocab_size: 300}\ndata: {train: [{path: rows.jsonl}]}\n"
+    )
+    command = [sys.executable, "-m", "ssm_tune", "sft", "x.yaml", "--processes", "2"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 2, result.stderr
+    assert "rows.jsonl, line 2" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists()
