@@ -114,7 +114,6 @@ def merge_adapter(model: PeftModel) -> nn.Module:
         warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
         merged = model.merge_and_unload(safe_merge=True)
     if tied and merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
-        merged.config.tie_word_embeddings = False
         logger.warning("merge: the adapter changes head and embedding differently, so they are stored apart (untied).")
     after = _logits(merged, tokens)
     scale = before.abs().max().clamp(min=1.0)

@@ -129,9 +129,10 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(tokenizer: Any) -> Non
     assert generate_text(model, tokenizer, PROMPT, max_new_tokens=20, stop=stop) == whole[: whole.index(stop)]
 
 
-def test_a_model_in_16_bit_with_masters_in_training_generates(tokenizer: Any) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "bamba"])
+def test_a_model_in_16_bit_with_masters_in_training_generates(kind: str, tokenizer: Any) -> None:
     section = AdapterSection(r=4, modules_to_save=["lm_head"], train_also=["conv1d"])
-    model = apply_adapter(patch_model(tiny_model("mamba", dtype=torch.bfloat16)), section)
+    model = apply_adapter(patch_model(tiny_model(kind, dtype=torch.bfloat16)), section)
     assert generate_text(model, tokenizer, PROMPT, max_new_tokens=4)
 
 
