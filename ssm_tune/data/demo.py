@@ -156,10 +156,10 @@ def _library_modules() -> Iterator[Entry]:
             parts = path.relative_to(_library()).with_suffix("").parts
             private = any(part.startswith("_") and part != "__init__" for part in parts)
             if path.is_file() and not private and _NOT_LIBRARY.isdisjoint(parts):
-                yield from _file_entries(name, ".".join(part for part in parts if part != "__init__"), path)
+                yield from file_entries(name, ".".join(part for part in parts if part != "__init__"), path)
 
 
-def _file_entries(topic: str, module: str, path: Path) -> Iterator[Entry]:
+def file_entries(topic: str, module: str, path: Path) -> Iterator[Entry]:
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:  # a few library files exist to be syntax errors

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from ssm_tune.data.demo import _file_entries
+from ssm_tune.data.demo import file_entries
 from ssm_tune.recipe import RecipeError
 
 TEXT = "package-docs-text"
@@ -26,11 +26,13 @@ _SHORTEST = 80  # characters of a docstring worth reading
 _LEFT_OUT = {"tests", "test", "testing", "_vendor", "vendor", "auto", "deprecated"}
 
 
-def read_package_docs() -> list[dict[str, str]]:
+def read_package_docs(split: str = "train") -> list[dict[str, str]]:
     """All documents, in the same order for the same versions. Takes a minute: thousands of files are parsed.
 
-    Raises RecipeError if none of the packages is installed.
+    Raises RecipeError for another split, or if none of the packages is installed.
     """
+    if split != "train":
+        raise RecipeError(f"data: {TEXT} has no split {split!r}, only train. Evaluate on python-docs-text.")
     seen: set[bytes] = set()
     rows = [row for package in PACKAGES for row in _documents(package, seen)]
     if not rows:
@@ -46,7 +48,7 @@ def _documents(package: str, seen: set[bytes]) -> Iterator[dict[str, str]]:
             if not _LEFT_OUT.isdisjoint(parts):
                 continue
             texts = []
-            for entry in _file_entries(package, ".".join(part for part in parts if part != "__init__"), path):
+            for entry in file_entries(package, ".".join(part for part in parts if part != "__init__"), path):
                 digest = hashlib.sha256(entry.said.encode()).digest()
                 if len(entry.said) >= _SHORTEST and digest not in seen:
                     seen.add(digest)

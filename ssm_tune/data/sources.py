@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssm_tune.data import demo
+from ssm_tune.data import demo, package_docs
 from ssm_tune.data.files import SUFFIXES, NumberedRow, list_files, read_file, unit_of
 from ssm_tune.data.formatting import Example, Formatter, check_columns
 from ssm_tune.recipe import DataSource, RecipeError
@@ -128,7 +128,7 @@ def _open(source: DataSource, where: str) -> Iterator[Source]:
         raise RecipeError(f"{where}.split: {source.split!r} is not a split such as train or train[:1000].")
     name, part = split.group(1), split.group(2) or ""
     path = Path(source.path).expanduser()
-    if source.path in demo.NAMES and not path.exists():
+    if source.path in (*demo.NAMES, package_docs.TEXT) and not path.exists():
         yield _cut(Source(where, source.path, "row", lambda: _read_demo(source.path, name)), name, part)
         return
     columns = dict(source.columns) if source.columns else None
@@ -148,7 +148,8 @@ def _open(source: DataSource, where: str) -> Iterator[Source]:
 
 
 def _read_demo(name: str, split: str) -> Iterator[NumberedRow]:
-    for number, row in enumerate(demo.read_demo(name, split)):
+    rows = package_docs.read_package_docs(split) if name == package_docs.TEXT else demo.read_demo(name, split)
+    for number, row in enumerate(rows):
         yield number, {column: value for column, value in row.items() if column != "topic"}
 
 
