@@ -64,36 +64,21 @@ def load_model(
         RecipeError: there is no such checkpoint or it cannot be had; a type of model that is not supported; a tensor
             that is missing, unexpected or mis-shaped (each is named); options that do not go together.
     """
-    name = str(name)
-    adapter = _adapter_base(name)
+    check_trainable(trainable)
+    adapter = _adapter_base(str(name))
     if adapter is not None:
-        from ssm_tune.adapter import load_adapter
-
-        base_name, base_revision = adapter
-        if trainable == "full":
-            raise RecipeError(
-                f"model.name: {name} is an adapter. To train it whole, merge it first: ssm-tune merge {name}"
-            )
-        base = load_model(
-            base_name,
-            revision=base_revision,
-            dtype=dtype,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
-            attn_implementation=attn_implementation,
-            trainable=trainable,
-            device=device,
-        )
-        return load_adapter(base, Path(name), trainable=False).eval()
+        keys = {"dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "device": device}
+        return _load_adapted(Path(name), adapter, trainable, attn_implementation=attn_implementation, **keys)
 
     from ssm_tune.mixers import patch_model
 
-    check_trainable(trainable)
-    checkpoint = open_checkpoint(name, revision)
+    checkpoint = open_checkpoint(str(name), revision)
     family = family_of(checkpoint.config.model_type)
     place = torch.device(device) if device is not None else _default_device(load_in_4bit or load_in_8bit)
     compute = read_dtype(dtype, checkpoint)
+    blueprint = meta_model(checkpoint.config)
     quantization = quantization_config(
+        blueprint,
         family,
         load_in_4bit=load_in_4bit,
         load_in_8bit=load_in_8bit,
@@ -108,12 +93,23 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     if quantization is not None or place.type != "cpu":
         options["device_map"] = {"": place}
-    model = _read_model(checkpoint, family, options)
+    model = _read_model(checkpoint, blueprint, family, options)
     if load_in_4bit:
         keep_packed_weights(model)
     patch_model(model)
     set_trainable(model, trainable)
     return model
+
+
+def _load_adapted(folder: Path, base: tuple[str, str | None], trainable: str, **keys: Any) -> Any:
+    """The base that a run's adapter belongs to, and the adapter on it, for inference."""
+    from ssm_tune.adapter import load_adapter
+
+    if trainable == "full":
+        raise RecipeError(f"model.name: {folder} is an adapter. To train it whole, merge it first (ssm-tune merge).")
+    name, revision = base
+    model = load_model(name, revision=revision, trainable=trainable, **keys)
+    return load_adapter(model, folder, trainable=False).eval()
 
 
 def read_config(name: str | Path, revision: str | None = None, *, local_only: bool = False) -> PreTrainedConfig:
@@ -165,11 +161,13 @@ def _default_device(quantized: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def _read_model(checkpoint: Checkpoint, family: Family, options: dict[str, Any]) -> PreTrainedModel:
+def _read_model(
+    checkpoint: Checkpoint, blueprint: nn.Module, family: Family, options: dict[str, Any]
+) -> PreTrainedModel:
     """The stock model with the checkpoint's weights, each tensor read from the file straight into its dtype."""
     model_class = AutoModelForCausalLM._model_mapping[type(checkpoint.config)]
     weights = checkpoint.weights()
-    check_shapes(checkpoint, weights, meta_model(checkpoint.config))
+    check_shapes(checkpoint, weights, blueprint)
     config = copy.deepcopy(checkpoint.config)
     # transformers divides out_proj by sqrt(layers) at every load of such a model, not only at its birth.
     rescaled = vars(config).get(_RESCALE, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -11,19 +12,30 @@ from torch import nn
 from ssm_tune.families import Family
 from ssm_tune.recipe import RecipeError
 
+logger = logging.getLogger(__name__)
+
 # x_proj and dt_proj make the step size and the input and output maps of the state: a few per cent of the weights, and
 # the ones a recurrence is most sensitive to. A router's rounding moves tokens to other experts. The head is named
 # because a list given to bitsandbytes replaces the default that would have spared it.
 _FULL_PRECISION = ("lm_head", "x_proj", "dt_proj", "router", "gate")
+_BLOCK = 64  # weights that share one scale in 4 bits
 
 
 def quantization_config(
-    family: Family, *, load_in_4bit: bool, load_in_8bit: bool, dtype: torch.dtype, device: torch.device, trainable: str
+    model: nn.Module,
+    family: Family,
+    *,
+    load_in_4bit: bool,
+    load_in_8bit: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    trainable: str,
 ) -> Any | None:
     """The BitsAndBytesConfig that a model section asks for, None if it asks for none.
 
-    4-bit is QLoRA's (Dettmers et al., 2023): NF4, double quantisation, `dtype` to compute in. The packed weights are
-    stored as `dtype` so that FSDP2 shards them with the rest (it leaves uint8 storage whole on every rank).
+    `model` is of the config, on the meta device. 4-bit is QLoRA's (Dettmers et al., 2023): NF4, double quantisation,
+    `dtype` to compute in. On a GPU the packed weights are stored as `dtype`, so that FSDP2 shards them with the rest
+    (it leaves uint8 storage whole on every rank).
 
     Raises:
         RecipeError: both asked for, full fine-tuning of quantised weights, bitsandbytes missing.
@@ -43,7 +55,11 @@ def quantization_config(
 
     skipped = list(_FULL_PRECISION)
     if load_in_8bit:
+        # The scales of an 8-bit weight move into the first module that uses it; the others would compute without.
+        skipped += [rf".*\.{name}" for name in family.shared]
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    if device.type == "cpu":
+        skipped += _narrow_layers(model)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -52,6 +68,24 @@ def quantization_config(
         bnb_4bit_quant_storage=dtype if device.type == "cuda" else torch.uint8,
         llm_int8_skip_modules=skipped,
     )
+
+
+def _narrow_layers(model: nn.Module) -> list[str]:
+    """Linear layers that bitsandbytes' CPU code gets wrong in 4 bits: rows that are no whole number of blocks."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.in_features % _BLOCK and not name.endswith(_FULL_PRECISION)
+    ]
+    if names:
+        logger.warning(
+            "%d linear layers stay in full precision, %s among them: on a CPU bitsandbytes' 4-bit weights are wrong "
+            "where in_features is not a multiple of %d.",
+            len(names),
+            names[0],
+            _BLOCK,
+        )
+    return names
 
 
 def keep_packed_weights(model: nn.Module) -> None:
