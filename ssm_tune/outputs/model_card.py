@@ -44,12 +44,10 @@ def write_card(
     adapted = (folder / CONFIG_FILE).exists()
     missing = _beyond_plain_peft(folder, model_type) if adapted else ""
     use = ("adapter_ours" if missing else "adapter_plain") if adapted else "whole_model"
-    whole = "A model from random weights" if base_model is None else "A full fine-tuning of"
-    what = "A LoRA adapter for" if adapted else whole
     environment = _environment()
     text = environment.get_template("model_card.jinja").render(
         title=folder.resolve().name,
-        summary=_summary(what, base_model, model_type, task),
+        summary=_summary(adapted, base_model, model_type, task),
         use=_use_text(environment, use, folder.resolve().name, base_model, missing),
         command=command,
         recipe=recipe.strip(),
@@ -93,18 +91,22 @@ def _environment() -> Environment:
 
 
 def _use_text(environment: Environment, use: str, name: str, base_model: str | None, missing: str) -> str:
-    base = base_model if is_hub_name(base_model) else "path/to/the/base/model"
+    base = base_model if is_hub_name(base_model) else "path/to/the/base_model"
     return environment.get_template(f"{use}.jinja").render(name=name, base=base, missing=missing).strip()
 
 
-def _summary(what: str, base_model: str | None, model_type: str, task: str) -> str:
+def _summary(adapted: bool, base_model: str | None, model_type: str, task: str) -> str:
     aim = {"sft": "supervised fine-tuning", "pretrain": "training on plain text"}[task]
+    if base_model is None and not adapted:
+        return f"A model from random weights ({model_type}), by {aim}."
+    what = "A LoRA adapter for" if adapted else "A full fine-tuning of"
     if base_model is None:
-        return f"{what} ({model_type}), by {aim}."
-    if is_hub_name(base_model):
-        return f"{what} [{base_model}](https://huggingface.co/{base_model}) ({model_type}), by {aim}."
-    # a local path says nothing to a reader, and something about its owner
-    return f"{what} a local model, `{Path(base_model).name}` ({model_type}), by {aim}."
+        base = "a model that was made in memory"
+    elif is_hub_name(base_model):
+        base = f"[{base_model}](https://huggingface.co/{base_model})"
+    else:  # a local path says nothing to a reader, and something about its owner
+        base = f"a local model, `{Path(base_model).name}`"
+    return f"{what} {base} ({model_type}), by {aim}."
 
 
 def is_hub_name(name: str | None) -> bool:

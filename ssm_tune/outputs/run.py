@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, 
 from ssm_tune.outputs.generate import generate_text
 from ssm_tune.outputs.hub import check_repo_name, push_folder
 from ssm_tune.outputs.merge import merge_run
+from ssm_tune.outputs.model_card import is_hub_name
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -95,6 +99,12 @@ class Run:
                 self.merge(folder)
         else:
             folder = self.output_dir
+            if finished.adapter is not None and not is_hub_name(finished.base_name):
+                logger.warning(
+                    "push: the adapter's base model is a folder of this machine (%s), which readers have not. "
+                    "Push what='merged', or push the base model too.",
+                    finished.base_name,
+                )
         return push_folder(folder, repo, private=private, message=f"Upload {what} with ssm-tune")
 
 

@@ -134,6 +134,12 @@ def test_a_merged_model_is_merged_first_and_has_its_own_card(hub: Hub, make_run:
     assert b"library_name: transformers" in commit["README.md"]
 
 
+def test_a_base_that_readers_have_not_is_said(hub: Hub, make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = make_run("mamba")
+    open_run(folder).push("me/demo")
+    assert "which readers have not" in caplog.text
+
+
 def test_a_second_push_adds_a_commit(hub: Hub, make_run: MakeRun) -> None:
     folder, _ = make_run("mamba")
     for _ in range(2):

@@ -111,6 +111,11 @@ def test_hub_names(name: str | None, is_one: bool) -> None:
     assert is_hub_name(name) == is_one
 
 
+def test_an_adapter_on_a_model_made_in_memory(tmp_path: Path) -> None:
+    written = card(adapter(tmp_path), base_model=None)
+    assert "A LoRA adapter for a model that was made in memory (mamba)" in written.text
+
+
 def test_whole_models_are_loaded_by_plain_transformers(tmp_path: Path) -> None:
     tiny_model("mamba").save_pretrained(tmp_path)
     written = card(tmp_path, base_model=None, task="pretrain")
