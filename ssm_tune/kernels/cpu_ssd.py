@@ -17,7 +17,7 @@ from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.cpu_scan import token_marks
 from ssm_tune.kernels.cpu_ssd_loops import ssd_backward, ssd_forward, ssd_segment_length
 from ssm_tune.kernels.cpu_threads import float_array, run_parallel, split_ranges
-from ssm_tune.kernels.reference import time_step
+from ssm_tune.kernels.reference import PADDING, time_step
 
 
 def ssd_scan(
@@ -46,6 +46,8 @@ def ssd_scan(
         raise Unsupported("float64 is computed in PyTorch only")
     heads, head_dim = x.shape[2:]
     # A number per head and token: PyTorch does these, and autograd undoes them, in no time.
+    if seq_idx is not None:
+        dt = dt.masked_fill((seq_idx == PADDING)[..., None], 0.0)  # a NaN there would come back through softplus
     dt = time_step(dt, dt_bias, dt_softplus, dt_limit)
     if D is not None:
         D = (D if D.dim() == 2 else D[:, None]).expand(heads, head_dim)

@@ -39,18 +39,22 @@ def ssd_scan(
     batch, length, heads, head_dim = x.shape
     groups = B.shape[2]
     wide = torch.promote_types(x.dtype, torch.float32)
-    values, dt = x.to(wide), time_step(dt, dt_bias, dt_softplus, dt_limit).to(wide)
-    B, C = B.to(wide), C.to(wide)
+    values, B, C = x.to(wide), B.to(wide), C.to(wide)
     starts, padding = starts_and_padding(seq_idx, batch, length, x.device)
     if seq_idx is not None:
-        # Padding takes no time and brings nothing: no decay, no input, and whatever stands there is not looked at.
-        dt = dt.masked_fill(padding[..., None], 0.0)
+        # Whatever stands in padding is not looked at, not even by a derivative; it takes no time and brings nothing.
         values, B, C = (t.masked_fill(padding[..., None, None], 0.0) for t in (values, B, C))
+        dt = time_step(dt.masked_fill(padding[..., None], 0.0), dt_bias, dt_softplus, dt_limit)
+        dt = dt.masked_fill(padding[..., None], 0.0)
+    else:
+        dt = time_step(dt, dt_bias, dt_softplus, dt_limit)
+    dt = dt.to(wide)
     size = min(chunk_size, _LONGEST_CHUNK, length)
     entering = _chunks(values * dt[..., None], size).unflatten(3, (groups, -1))
     entering = entering.permute(0, 1, 3, 4, 2, 5)
     B, C = (_chunks(t, size).transpose(2, 3) for t in (B, C))
-    decay = _chunks(dt * A.to(wide), size).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)
+    # In float64: sums of a chunk's decays are large where heads forget fast, and only their small differences count.
+    decay = _chunks(dt.double() * A.double(), size).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)
     reach = _Reach(starts, size) if seq_idx is not None else None
     first = values.new_zeros(batch, heads, head_dim, B.shape[-1]) if initial_state is None else initial_state.to(wide)
     before, last = _states_between(entering, decay, B, first, reach)
@@ -97,7 +101,7 @@ def _states_between(
 ) -> tuple[Tensor, Tensor]:
     """The state before every chunk, and the one after the last (batch, heads, head_dim, state)."""
     total = decay[..., -1]
-    to_end, through = torch.exp(total[..., None] - decay), torch.exp(total)
+    to_end, through = torch.exp((total[..., None] - decay).to(B.dtype)), torch.exp(total.to(B.dtype))
     if reach is not None:
         to_end, through = to_end * reach.the_end, through * reach.through
     brought = (entering * to_end[..., None]).transpose(-1, -2) @ B[:, :, :, None]
@@ -116,13 +120,14 @@ def _within_chunks(entering: Tensor, decay: Tensor, B: Tensor, C: Tensor, reach:
     if reach is not None:
         sees = sees & reach.each_other
     # Above the diagonal the difference is positive: exp would overflow there, and its gradient be NaN, masked or not.
-    weights = torch.exp((decay[..., :, None] - decay[..., None, :]).masked_fill(~sees, -math.inf))
+    differences = (decay[..., :, None] - decay[..., None, :]).to(B.dtype)
+    weights = torch.exp(differences.masked_fill(~sees, -math.inf))
     return (weights * (C @ B.transpose(-1, -2))[:, :, :, None]) @ entering
 
 
 def _from_before(before: Tensor, decay: Tensor, C: Tensor, reach: _Reach | None) -> Tensor:
     """What the state before a chunk gives its tokens: y_i = exp(decay_i) C_i h."""
-    fading = torch.exp(decay)
+    fading = torch.exp(decay.to(C.dtype))
     if reach is not None:
         fading = fading * reach.from_before
     return (C[:, :, :, None] @ before.transpose(-1, -2)) * fading[..., None]
