@@ -2,9 +2,9 @@
 
     python benchmarks/demo_base.py [RUN or MODEL folder]        (default: the base model that comes with ssm-tune)
 
-All three predict the same tokens: the base model's own, of the held-out topics of Python's documentation (python-docs-text).
-The n-gram models are counted on the training topics of that text; the trigram is interpolated with the bigram, the unigram
-and the uniform distribution by Witten-Bell smoothing (Witten and Bell 1991), which has no constant to choose.
+All three predict the same tokens: the base model's own, of held-out topics of Python's documentation.
+The n-gram models are counted on the training topics of that text; the trigram is interpolated with the bigram, the
+unigram and the uniform distribution by Witten-Bell smoothing (Witten and Bell 1991), which has no constant to choose.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class WittenBell:
 
     def perplexity(self, documents: list[list[int]]) -> float:
         logs = [
-            math.log(self.probability(tuple(document[max(position - self.order + 1, 0) : position]), document[position]))
+            math.log(
+                self.probability(tuple(document[max(position - self.order + 1, 0) : position]), document[position])
+            )
             for document in documents
             for position in range(1, len(document))
         ]
@@ -76,7 +78,9 @@ def main() -> None:
     data = prepare_data(section, tokenizer, task="pretrain", max_length=LENGTH)
     held_out = data.eval.to_list()
     documents = [row["input_ids"] for row in held_out]
-    print(f"{len(documents)} pieces of at most {LENGTH} tokens, {sum(map(len, documents)):,} tokens, of topics held out\n")
+    print(
+        f"{len(documents)} pieces of at most {LENGTH} tokens, {sum(map(len, documents)):,} tokens, of topics held out\n"
+    )
     print("| model | perplexity per token |\n| --- | --- |")
     for order, title in ((1, "unigram"), (3, "trigram, Witten-Bell")):
         ngram = WittenBell(order, len(tokenizer))

@@ -22,8 +22,9 @@ from ssm_tune.model import ModelReport
 from ssm_tune.run_folder import RunFolder
 
 PACKAGES = (
-    "torch transformers peft trl accelerate datasets tokenizers safetensors numba triton mamba-ssm causal-conv1d bitsandbytes"
-).split()
+    *("torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers", "safetensors"),
+    *("numba", "triton", "mamba-ssm", "causal-conv1d", "bitsandbytes"),
+)
 
 
 def describe_environment(device: torch.device, processes: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -39,7 +40,9 @@ def describe_environment(device: torch.device, processes: int, overrides: Sequen
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or device.type),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else (platform.processor() or device.type),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "processes": processes,
@@ -63,7 +66,11 @@ def draw_metrics(folder: RunFolder) -> None:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     lines = read_metrics(folder)
-    panels = (("loss", ("loss", "eval_loss")), ("learning rate", ("learning_rate",)), ("tokens/s", ("tokens_per_second",)))
+    panels = (
+        ("loss", ("loss", "eval_loss")),
+        ("learning rate", ("learning_rate",)),
+        ("tokens/s", ("tokens_per_second",)),
+    )
     figure = Figure(figsize=(8, 9), layout="constrained")
     for axes, (title, keys) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
         for key in keys:
@@ -120,7 +127,8 @@ def print_start(
         table.add_row("" if number else "data", line)
     training = 12 * model.trainable  # gradient and two moments of Adam, float32
     table.add_row(
-        "memory", f"weights {_bytes(model.memory)}, gradients and optimizer {_bytes(training)}, then activations; on {device}"
+        "memory",
+        f"weights {_bytes(model.memory)}, gradients and optimizer {_bytes(training)}, then activations; on {device}",
     )
     table.add_row("steps", steps)
     table.add_row("output", str(output))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradientCheck(TrainerCallback):
-    """Before the first optimizer step: every trainable parameter has a gradient, or the run stops and names those without."""
+    """Before the first optimizer step: every trainable parameter has a gradient, or the run stops and names them."""
 
     def __init__(self) -> None:
         self.done = False
@@ -47,7 +47,7 @@ class GradientCheck(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """Ctrl-C and SIGTERM end training after the step under way, with a checkpoint; a second one ends it at once.
 
-    Before the first step and after the last there is no such step: then KeyboardInterrupt is raised where the program is.
+    Before the first step and after the last there is no such step: then KeyboardInterrupt is raised on the spot.
     """
 
     def __init__(self) -> None:
@@ -86,9 +86,7 @@ class StopOnSignal(TrainerCallback):
     ) -> None:
         self.training = False
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.received is not None:
             control.should_save = True
             control.should_training_stop = True
@@ -104,7 +102,9 @@ class Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and self.file.exists():
-            kept = [line for line in self.file.read_text().splitlines() if json.loads(line)["step"] <= state.global_step]
+            kept = [
+                line for line in self.file.read_text().splitlines() if json.loads(line)["step"] <= state.global_step
+            ]
             self.file.write_text("".join(f"{line}\n" for line in kept))
 
     def on_log(
@@ -116,7 +116,7 @@ class Recorder(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero and logs:
-            with open(self.file, "a", encoding="utf-8") as file:
+            with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
@@ -169,9 +169,7 @@ class ProgressBar(TrainerCallback):
         self.task = self.bar.add_task("training", total=state.max_steps, completed=state.global_step, figures="")
         self.bar.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar:
             self.bar.update(self.task, completed=state.global_step)
 
@@ -193,8 +191,14 @@ class ProgressBar(TrainerCallback):
                 self.bar.update(self.task, figures=figures)
             else:
                 clock, step = self.begun
-                left = (time.perf_counter() - clock) / max(state.global_step - step, 1) * (state.max_steps - state.global_step)
-                self._say(f"step {state.global_step}/{state.max_steps}  {figures}  ETA {int(left) // 60}:{int(left) % 60:02d}")
+                left = (
+                    (time.perf_counter() - clock)
+                    / max(state.global_step - step, 1)
+                    * (state.max_steps - state.global_step)
+                )
+                self._say(
+                    f"step {state.global_step}/{state.max_steps}  {figures}  ETA {int(left) // 60}:{int(left) % 60:02d}"
+                )
 
     def _say(self, text: str) -> None:
         (self.bar.console if self.bar else self.console).print(text)

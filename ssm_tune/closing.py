@@ -1,4 +1,5 @@
-"""After the last step: the last evaluation, the artefacts, the card; then what the recipe wants done with the finished run."""
+"""After the last step: the last evaluation, the artefacts, the card; then what the recipe wants done with the finished
+run."""
 
 from __future__ import annotations
 

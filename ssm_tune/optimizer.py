@@ -1,7 +1,7 @@
 """Parameter groups: what decays and what does not.
 
-A_log, D and dt_bias are parameters of a dynamical system, not weights of a linear map: shrinking them towards zero moves
-time constants (A = -exp(A_log) towards -1). The authors' code marks them `_no_weight_decay`
+A_log, D and dt_bias are parameters of a dynamical system, not weights of a linear map: shrinking them towards zero
+moves time constants (A = -exp(A_log) towards -1). The authors' code marks them `_no_weight_decay`
 (state-spaces/mamba, mamba_ssm/modules/mamba_simple.py and mamba2.py); Hugging Face's models carry no such mark and
 transformers' Trainer decays A_log, D and the final norm.
 """
@@ -15,7 +15,7 @@ UNDECAYED = frozenset({"A_log", "D", "dt_bias", "dt_proj_bias", "B_bias", "C_bia
 
 
 def decayed_parameter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that weight decay applies to: matrices of linear maps, convolutions, embeddings and adapters.
+    """Names of the parameters that decay: matrices of linear maps, convolutions, embeddings and adapters.
 
     Not the state-space parameters, not norms (recognised by their class name, or by having one dimension), not biases.
     """

@@ -1,13 +1,13 @@
 """What a run folder holds, and how things get into it: whole or not at all.
 
-    recipe.yaml  recipe.resolved.yaml     the recipe as given, and with every default filled in
-    adapter_config.json + adapter_model.safetensors (+ ssm_parameters.safetensors)   or   config.json + model*.safetensors
-    tokenizer files, generation_config.json
-    metrics.jsonl  tensorboard/  loss.png what happened
-    environment.json  kernels.json        with what
-    README.md                             the model card
-    checkpoints/checkpoint-N              to resume from
-    run.json                              {"status": "running" | "stopped" | "complete", ...}; complete is written last
+recipe.yaml  recipe.resolved.yaml     the recipe as given, and with every default filled in
+adapter_config.json + adapter_model.safetensors (+ ssm_parameters.safetensors)   or   config.json + model*.safetensors
+tokenizer files, generation_config.json
+metrics.jsonl  tensorboard/  loss.png what happened
+environment.json  kernels.json        with what
+README.md                             the model card
+checkpoints/checkpoint-N              to resume from
+run.json                              {"status": "running" | "stopped" | "complete", ...}; complete is written last
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MANIFEST = "checkpoint.json"
 
 
 class Stopped(Exception):
-    """Training ended before its end, and can be resumed. `exit_code`: 3 (NaN, disk full), 130 (Ctrl-C), 143 (SIGTERM)."""
+    """Training ended before its end, and can be resumed. `exit_code`: 3 (NaN, disk full), 130 (Ctrl-C), 143
+    (SIGTERM)."""
 
     def __init__(self, message: str, exit_code: int = 3) -> None:
         super().__init__(message)
@@ -71,7 +72,8 @@ class RunFolder:
                 folder.path.mkdir(parents=True)
             except OSError as error:
                 raise RecipeError(
-                    f"training.output_dir: cannot make {folder.path} ({error.strerror}). Choose a folder that you may write to."
+                    f"training.output_dir: cannot make {folder.path} ({error.strerror}). Choose a folder that you may "
+                    "write to."
                 ) from error
         folder.check_writable()
         return folder
@@ -153,11 +155,11 @@ class RunFolder:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         try:
-            with open(partial, "w", encoding="utf-8") as file:
+            with partial.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, target)
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
         return target
@@ -183,7 +185,7 @@ class RunFolder:
             os.umask(umask)
             for file in sorted(scratch.iterdir(), key=lambda file: (file.name.endswith("config.json"), file.name)):
                 file.chmod(0o666 & ~umask)  # safetensors makes its files private to the user
-                os.replace(file, self.path / file.name)
+                file.replace(self.path / file.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -195,12 +197,14 @@ class RunFolder:
 
     def commit_checkpoint(self, staged: Path) -> Path:
         """Move a fully written checkpoint folder into place, with a list of its files and their sizes."""
-        sizes = {str(file.relative_to(staged)): file.stat().st_size for file in sorted(staged.rglob("*")) if file.is_file()}
+        sizes = {
+            str(file.relative_to(staged)): file.stat().st_size for file in sorted(staged.rglob("*")) if file.is_file()
+        }
         (staged / _MANIFEST).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
         target = self.checkpoints / staged.name
         if target.exists():  # the same step saved again, by a run resumed from before it
             shutil.rmtree(target)
-        os.replace(staged, target)
+        staged.replace(target)
         return target
 
     def list_checkpoints(self) -> list[Path]:

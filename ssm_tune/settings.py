@@ -33,7 +33,10 @@ def recipe_from_settings(
     """
     if method not in METHODS:
         near = difflib.get_close_matches(str(method), METHODS, n=1)
-        raise RecipeError(f"tune(): method {method!r} is none of {', '.join(METHODS)}." + (f" Did you mean {near[0]}?" if near else ""))
+        raise RecipeError(
+            f"tune(): method {method!r} is none of {', '.join(METHODS)}."
+            + (f" Did you mean {near[0]}?" if near else "")
+        )
     adapter_keys = {field.name for field in dataclasses.fields(AdapterSection)} - {"method"}
     known = adapter_keys | set(training_fields())
     for key in settings:
@@ -42,9 +45,13 @@ def recipe_from_settings(
             raise RecipeError(f"tune(): {key} is not a setting." + (f" Did you mean {near[0]}?" if near else ""))
     adapter = {key: value for key, value in settings.items() if key in adapter_keys}
     if method == "full" and adapter:
-        raise RecipeError(f"tune(): {', '.join(adapter)}: method='full' has no adapter. Use method='lora', or leave it out.")
+        raise RecipeError(
+            f"tune(): {', '.join(adapter)}: method='full' has no adapter. Use method='lora', or leave it out."
+        )
     if method == "qlora" and isinstance(model, PreTrainedModel):
-        raise RecipeError("tune(): method='qlora' loads the model in 4 bits: pass its name or folder, not a loaded model.")
+        raise RecipeError(
+            "tune(): method='qlora' loads the model in 4 bits: pass its name or folder, not a loaded model."
+        )
     if output_dir is None:
         if resume:
             raise RecipeError("tune(): resume=True needs the output_dir of the run to go on with.")
@@ -56,7 +63,9 @@ def recipe_from_settings(
     if isinstance(tokenizer, (str, Path)):
         values["tokenizer"] = {"name": str(tokenizer)}
     data = {
-        key: [{"path": str(rows)}] for key, rows in (("train", dataset), ("eval", eval_dataset)) if isinstance(rows, (str, Path))
+        key: [{"path": str(rows)}]
+        for key, rows in (("train", dataset), ("eval", eval_dataset))
+        if isinstance(rows, (str, Path))
     }
     if data:
         values["data"] = data

@@ -8,15 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
-# Dense bf16 peak of the cards people train on, in FLOP/s, from their data sheets (the word is looked for in the device's name).
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
+# Dense bf16 peak of the cards people train on, in FLOP/s, from their data sheets (the word is looked for in the
+# device's name).
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
 
 
 class Throughput:
-    """Counts real tokens (no padding) on the device, without waiting for it, and turns them into rates when a log is due.
+    """Counts real tokens (no padding) on the device, without waiting for it; makes rates of them when a log is due.
 
-    MFU follows PaLM (Chowdhery et al. 2022, appendix B): 6 FLOPs per parameter and token, 4 where the parameter is frozen
-    (no weight gradient), over the card's dense bf16 peak; it is left out on devices whose peak is not known.
+    MFU follows PaLM (Chowdhery et al. 2022, appendix B): 6 FLOPs per parameter and token, 4 where the parameter is
+    frozen (no weight gradient), over the card's dense bf16 peak; it is left out on devices whose peak is not known.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -1,13 +1,13 @@
 """One trainer for SFT and pretraining: TRL's SFTTrainer with prepared rows, exact resume and an honest loss.
 
-Why a subclass of SFTTrainer and not of transformers' Trainer: it calls the backbone and a chunked language-model head, so
-full logits are never built, and it passes document borders to the backbone where the stock causal LM drops them. What it does
-to data is not used here: rows arrive tokenised, labelled and packed (`ssm_tune.data`), since its packing cannot be told apart
-from leaking for models that ignore `seq_idx`, and its assistant-only loss needs a template with generation markers.
+Why a subclass of SFTTrainer and not of transformers' Trainer: it calls the backbone and a chunked language-model head,
+so full logits are never built, and it passes document borders to the backbone where the stock causal LM drops them.
+What it does to data is not used here: rows arrive tokenised, labelled and packed (`ssm_tune.data`), since its packing
+leaks in models that ignore `seq_idx`, and its assistant-only loss needs a template with generation markers.
 
-What is added: losses that are sums over tokens until they are logged (so an eval loss does not depend on the batch size), no
-device synchronisation per micro-batch, a stop at the first loss that is not finite, checkpoints that appear whole, and a resumed
-run whose numbers are those of an unbroken one.
+What is added: losses that are sums over tokens until they are logged (so an eval loss does not depend on the batch
+size), no device synchronisation per micro-batch, a stop at the first loss that is not finite, checkpoints that appear
+whole, and a resumed run whose numbers are those of an unbroken one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SSMTrainer(SFTTrainer):
 
     Args:
         model: a patched causal LM, or a PEFT model round one.
-        args: SFTConfig whose packing is off (rows are packed already) and whose output_dir is the folder's `checkpoints`.
+        args: SFTConfig with packing off (rows are packed already) and the folder's `checkpoints` as output_dir.
         folder: where artefacts go.
         collator: makes batches of input_ids, labels, borders and `rows` (batch, n), the numbers of the source rows.
         row_name: names a source row for messages.
@@ -90,7 +90,9 @@ class SSMTrainer(SFTTrainer):
         self.row_name = row_name
         self.sums = {"train": LossSums(), "eval": LossSums()}
         self.throughput: Throughput | None = None
-        self._unchecked: list[tuple[int, torch.Tensor | None, torch.Tensor]] = []  # step, rows, value: perhaps not finite
+        self._unchecked: list[
+            tuple[int, torch.Tensor | None, torch.Tensor]
+        ] = []  # step, rows, value: perhaps not finite
         self._staging: Path | None = None  # where a checkpoint is being written
         super().__init__(
             model=model,
@@ -140,7 +142,9 @@ class SSMTrainer(SFTTrainer):
         outputs = model(**inputs, fused_lm_head=True)
         per_token_loss = -outputs.log_probs  # zero where there is no label
         self.sums["train" if training else "eval"].add(outputs, per_token_loss)
-        if self.args.loss_type == "dft":  # Dynamic Fine-Tuning, arXiv 2508.05629: weighted by the token's own probability
+        if (
+            self.args.loss_type == "dft"
+        ):  # Dynamic Fine-Tuning, arXiv 2508.05629: weighted by the token's own probability
             per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
         tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = per_token_loss.sum() / torch.as_tensor(tokens, device=per_token_loss.device).clamp(min=1)
@@ -170,7 +174,11 @@ class SSMTrainer(SFTTrainer):
             where = f" on {', '.join(self.row_name(number) for number in numbers[:20])}" if numbers else ""
             more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
             found = self.folder.list_checkpoints()
-            good = f"The last good checkpoint is {found[-1]}; --resume goes on from it." if found else "No checkpoint was written yet."
+            good = (
+                f"The last good checkpoint is {found[-1]}; --resume goes on from it."
+                if found
+                else "No checkpoint was written yet."
+            )
             raise Stopped(
                 f"step {step}: {what}{where}{more}. {good} A lower training.learning_rate or max_grad_norm, "
                 "or leaving those rows out, usually helps."
@@ -236,8 +244,9 @@ class SSMTrainer(SFTTrainer):
             found = self.folder.list_checkpoints()
             last = f"the last whole checkpoint is {found[-1].name}" if found else "there is no earlier checkpoint"
             raise Stopped(
-                f"step {self.state.global_step}: the disk is full while writing a checkpoint in {self.folder.checkpoints}; "
-                f"{last}. Free some space (training.save_total_limit keeps fewer) and use --resume."
+                f"step {self.state.global_step}: the disk is full while writing a checkpoint in "
+                f"{self.folder.checkpoints}; {last}. Free some space "
+                "(training.save_total_limit keeps fewer) and use --resume."
             ) from error
         finally:
             if self.accelerator.is_main_process:

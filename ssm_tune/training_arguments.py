@@ -49,7 +49,9 @@ def build_arguments(
             said.append(f"{key}: {value} ({why})")
 
     if given.get("fp16"):
-        raise RecipeError(f"{where}.fp16: half precision overflows in the state-space recurrence. Use bf16, or float32.")
+        raise RecipeError(
+            f"{where}.fp16: half precision overflows in the state-space recurrence. Use bf16, or float32."
+        )
     given = dict(given)
     for old, new in (
         ("gradient_checkpointing", "activation_checkpointing"),
@@ -103,5 +105,10 @@ def _accumulation(recipe: Recipe, where: str) -> int | None:
         )
     steps = round(tokens / micro)
     if steps * micro != tokens:
-        logger.warning("data.batch_tokens: %s tokens are not a multiple of %s; each step takes %s.", f"{tokens:,}", f"{micro:,}", f"{steps * micro:,}")
+        logger.warning(
+            "data.batch_tokens: %s tokens are not a multiple of %s; each step takes %s.",
+            f"{tokens:,}",
+            f"{micro:,}",
+            f"{steps * micro:,}",
+        )
     return steps

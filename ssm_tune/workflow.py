@@ -1,6 +1,7 @@
 """The order of things: recipe -> tokenizer, data, model, adapter -> trainer -> run folder. The only file that knows it.
 
-Mistakes in the data and in the targets are found before weights are read; a run that ends before its first step leaves nothing.
+Mistakes in the data and in the targets are found before weights are read; a run that ends before its first step leaves
+nothing.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def tune(
         output_dir: the run folder; None: runs/<model>-<method>-<n>.
         eval_dataset: as `dataset`; its loss is measured before, during and after training.
         tokenizer: needed with a model whose name leads to none.
-        settings: SFTConfig's fields (learning_rate, max_steps, max_length, packing ...) and the adapter's keys (r, lora_alpha,
-            targets ...), by name.
+        settings: SFTConfig's fields (learning_rate, max_steps, max_length, packing ...) and the adapter's keys (r,
+            lora_alpha, targets ...), by name.
 
     Returns:
         The run: model, tokenizer, metrics, output_dir; merge, evaluate, generate, push.
@@ -110,7 +111,14 @@ def tune(
         RecipeError, Stopped: as `run`.
     """
     recipe = recipe_from_settings(
-        model, dataset, eval_dataset, method=method, output_dir=output_dir, tokenizer=tokenizer, resume=resume, settings=settings
+        model,
+        dataset,
+        eval_dataset,
+        method=method,
+        output_dir=output_dir,
+        tokenizer=tokenizer,
+        resume=resume,
+        settings=settings,
     )
     named = (str, Path)
     return _train(
@@ -144,12 +152,10 @@ def _train(job: Job) -> Run:
 
 
 def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
-    """All that can be checked before weights are read: tokenizer, data, the trainer's arguments, the adapter's targets."""
+    """All that can be checked before weights are read: arguments, tokenizer, the adapter's targets, data."""
     recipe = job.recipe
     has_eval = job.eval_rows is not None or bool(recipe.data.eval) or recipe.data.eval_fraction is not None
-    arguments, defaults = build_arguments(
-        recipe, job.task, job.output_dir, has_eval=has_eval, resuming=job.resume
-    )
+    arguments, defaults = build_arguments(recipe, job.task, job.output_dir, has_eval=has_eval, resuming=job.resume)
     if job.model is not None:
         config = job.model.config
     elif recipe.model.name is not None:
@@ -239,7 +245,7 @@ def _build_model(job: Job, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
 
 
 def _keep_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
-    """Save the base of an adapter that could not be loaded again by name: one made in Python, or new from dimensions."""
+    """Save the base of an adapter that could not be loaded again by name: made in Python, or from dimensions."""
     name = model.config.name_or_path
     if name and (Path(name).is_dir() or not Path(name).is_absolute()):
         return
@@ -281,14 +287,17 @@ def _build_trainer(
 
 
 def _switch_off_router_loss(config: Any, arguments: SFTConfig) -> None:
-    """TRL's load-balancing loss reads `num_experts`; families that count their experts otherwise, or have none, go without."""
+    """TRL's load-balancing loss reads `num_experts`; families that have no such key go without it."""
     if hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
         if arguments.router_aux_loss_coef:
             raise RecipeError(
-                f"training.router_aux_loss_coef: the load-balancing loss is not available for {config.model_type}. Leave it out."
+                f"training.router_aux_loss_coef: there is no load-balancing loss for {config.model_type}. Leave it out."
             )
         if getattr(config, "num_local_experts", 0) > 0:
-            logger.warning("%s: experts are trained without a load-balancing loss; watch them if many are trained.", config.model_type)
+            logger.warning(
+                "%s: experts are trained without a load-balancing loss; watch them if many are trained.",
+                config.model_type,
+            )
         arguments.router_aux_loss_coef = 0.0
 
 
@@ -327,8 +336,8 @@ def _fit(trainer: SSMTrainer, folder: RunFolder, checkpoint: Path | None, signal
     trainer.check_finite()
     if signals.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Stopped(
-            f"stopped by {signal.Signals(signals.received).name} after step {trainer.state.global_step}; its checkpoint is "
-            f"in {folder.checkpoints}. The same command with --resume goes on.",
+            f"ended by {signal.Signals(signals.received).name} after step {trainer.state.global_step}; the checkpoint "
+            f"is in {folder.checkpoints}. The same command with --resume goes on.",
             signals.exit_code,
         )
 

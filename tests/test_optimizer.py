@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tiny import tiny_model
 
 from ssm_tune.optimizer import decayed_parameter_names
-from tiny import tiny_model
 
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2", "codestral", "bamba", "zamba2", "nemotron_h"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -77,8 +78,8 @@ def test_staging_leaves_nothing_of_a_failure(tmp_path):
 def test_staging_moves_the_config_last(tmp_path, monkeypatch):
     folder = RunFolder.create(tmp_path / "run")
     order = []
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda source, target: (order.append(target.name), replace(source, target)))
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda source, target: (order.append(target.name), replace(source, target)))
     with folder.staging("model") as scratch:
         for name in ("config.json", "adapter_config.json", "model.safetensors", "tokenizer.json"):
             (scratch / name).write_text("{}")

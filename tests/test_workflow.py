@@ -84,7 +84,10 @@ def test_the_run_folder_is_complete(tmp_path):
     assert not [name for name in names if name.startswith(".")]
     state = RunFolder(tmp_path / "run").read_state()
     assert state["status"] == "complete" and state["metrics"]["steps"] == 4
-    assert [folder.name for folder in RunFolder(tmp_path / "run").list_checkpoints()] == ["checkpoint-2", "checkpoint-4"]
+    assert [folder.name for folder in RunFolder(tmp_path / "run").list_checkpoints()] == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
     assert tuned.generate("What is 3 plus 3?", max_new_tokens=4, temperature=0) is not None
 
 
@@ -153,7 +156,7 @@ def test_a_full_disk_leaves_a_resumable_run(tmp_path, monkeypatch):
     settings = {"save_strategy": "steps", "save_steps": 2}
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", save)
-        with pytest.raises(Stopped, match="disk is full.*checkpoint-2") as stopped:
+        with pytest.raises(Stopped, match=r"disk is full.*checkpoint-2") as stopped:
             fit("mamba", tmp_path / "run", **settings)
     assert stopped.value.exit_code == 3
     assert [entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-2"]

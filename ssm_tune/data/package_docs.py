@@ -1,9 +1,9 @@
 """More text that is on every machine with ssm-tune on it: the docstrings of the packages that it needs.
 
 `package-docs-text` (`text`, `topic`): one document per Python file, for pretraining the demo's base model beside
-`python-docs-text`. There is only a `train` split: what is evaluated is Python's own documentation, of topics held out. The
-packages are numpy, torch, transformers and the rest of `PACKAGES`, under their own (BSD, MIT and Apache) licences. Files are
-read as text and never imported; a docstring that many files repeat counts once.
+`python-docs-text`. There is only a `train` split: what is evaluated is Python's own documentation, of topics held out.
+The packages are numpy, torch, transformers and the rest of `PACKAGES`, under their own (BSD, MIT and Apache) licences.
+Files are read as text and never imported; a docstring that many files repeat counts once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from ssm_tune.recipe import RecipeError
 
 TEXT = "package-docs-text"
 PACKAGES = (
-    *("accelerate", "datasets", "fsspec", "huggingface_hub", "jinja2", "matplotlib", "networkx", "numba", "numpy", "omegaconf"),
+    *(
+        "accelerate",
+        "datasets",
+        "fsspec",
+        "huggingface_hub",
+        "jinja2",
+        "matplotlib",
+        "networkx",
+        "numba",
+        "numpy",
+        "omegaconf",
+    ),
     *("packaging", "pandas", "peft", "PIL", "requests", "rich", "safetensors", "sympy", "tokenizers", "torch", "tqdm"),
     *("transformers", "trl"),
 )
