@@ -33,6 +33,8 @@ _TOLERANCE = 1e-4
 def merge_run(folder: str | Path, path: str | Path | None = None, dtype: str | torch.dtype | None = None) -> Path:
     """Write a run's model with adapter and train_also merged in, for plain AutoModelForCausalLM to load.
 
+    Works on the CPU and takes four bytes of memory for each parameter.
+
     Args:
         folder: a finished run; or a folder with an adapter (a checkpoint of a run).
         path: where to; None: `<folder>/merged`. It must not exist yet.

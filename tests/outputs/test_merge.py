@@ -11,14 +11,14 @@ import torch
 from finished import logits, stir, write_facts
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from tiny import PURE, tiny_model
+from tiny import HYBRID, PURE, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ssm_tune.adapter import guard_lifted
-from ssm_tune.mixers import patch_model
+from ssm_tune.adapter import apply_adapter, guard_lifted
+from ssm_tune.mixers import patch_model, unpatch_model
 from ssm_tune.outputs import merge
 from ssm_tune.outputs.merge import merge_adapter, merge_run
-from ssm_tune.recipe import RecipeError
+from ssm_tune.recipe import AdapterSection, RecipeError
 from ssm_tune.run_folder import RunFolder
 
 MakeRun = Callable[..., tuple[Path, Any]]
@@ -46,6 +46,16 @@ def test_merged_is_the_adapter_in_plain_transformers(kind: str, method: str, mak
     plain = AutoModelForCausalLM.from_pretrained(target)
     assert (logits(plain) - logits(trained)).abs().max() <= 1e-5
     assert type(plain).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_hybrids_merge_too(kind: str, tmp_path: Path) -> None:
+    model = apply_adapter(patch_model(tiny_model(kind)), AdapterSection(r=4, lora_alpha=8))
+    stir(model)
+    before = logits(model.eval())
+    unpatch_model(merge_adapter(model)).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (logits(plain) - before).abs().max() <= 1e-5 * before.abs().max()
 
 
 @pytest.mark.parametrize("tied", [True, False])
