@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from ssm_tune.families import Family, family_of
-from ssm_tune.layouts import Checkpoint, open_checkpoint
+from ssm_tune.layouts import Checkpoint, StoredTensor, open_checkpoint
 from ssm_tune.precision import check_trainable, kept_in_float32, read_dtype, set_trainable
 from ssm_tune.quantization import is_quantized, keep_packed_weights, parameter_size, quantization_config
 from ssm_tune.recipe import RecipeError
-from ssm_tune.weight_checks import check_report, check_shapes, stacking_error
+from ssm_tune.weight_checks import check_weights, read_strictly
 
 if TYPE_CHECKING:
     from ssm_tune.recipe import ModelSection
@@ -76,7 +74,9 @@ def load_model(
     family = family_of(checkpoint.config.model_type)
     place = torch.device(device) if device is not None else _default_device(load_in_4bit or load_in_8bit)
     compute = read_dtype(dtype, checkpoint)
-    blueprint = meta_model(checkpoint.config)
+    weights = checkpoint.weights()
+    packed = hasattr(checkpoint.config, "quantization_config")  # its shapes in the file are not the model's
+    blueprint = meta_model(checkpoint.config) if packed else check_weights(checkpoint, weights)
     quantization = quantization_config(
         blueprint,
         family,
@@ -93,7 +93,7 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     if quantization is not None or place.type != "cpu":
         options["device_map"] = {"": place}
-    model = _read_model(checkpoint, blueprint, family, options)
+    model = _read_model(checkpoint, weights, family, options)
     if load_in_4bit:
         keep_packed_weights(model)
     patch_model(model)
@@ -162,34 +162,16 @@ def _default_device(quantized: bool) -> torch.device:
 
 
 def _read_model(
-    checkpoint: Checkpoint, blueprint: nn.Module, family: Family, options: dict[str, Any]
+    checkpoint: Checkpoint, weights: Mapping[str, StoredTensor], family: Family, options: dict[str, Any]
 ) -> PreTrainedModel:
     """The stock model with the checkpoint's weights, each tensor read from the file straight into its dtype."""
-    model_class = AutoModelForCausalLM._model_mapping[type(checkpoint.config)]
-    weights = checkpoint.weights()
-    check_shapes(checkpoint, weights, blueprint)
     config = copy.deepcopy(checkpoint.config)
     # transformers divides out_proj by sqrt(layers) at every load of such a model, not only at its birth.
     rescaled = vars(config).get(_RESCALE, False)
     if rescaled:
         setattr(config, _RESCALE, False)
-    try:
-        with kept_in_float32(model_class, family), _quiet_transformers():
-            model, report = model_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=weights,
-                ignore_mismatched_sizes=True,  # so that all of them are reported, not the first
-                output_loading_info=True,
-                **options,
-            )
-    except (ImportError, ValueError) as error:
-        raise RecipeError(f"{checkpoint.source.label}: {error}") from error
-    except RuntimeError as error:
-        if "conversion of the weights" not in str(error):
-            raise
-        raise stacking_error(checkpoint, weights) from error
-    check_report(checkpoint, report)
+    with kept_in_float32(AutoModelForCausalLM._model_mapping[type(config)], family):
+        model = read_strictly(checkpoint, weights, config, options)
     if rescaled:
         setattr(model.config, _RESCALE, True)
     model.config.name_or_path = model.name_or_path = checkpoint.config.name_or_path
@@ -198,17 +180,6 @@ def _read_model(
         model.generation_config = GenerationConfig.from_pretrained(generation.parent)
     _untie_if_different(model)
     return model
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Its report of a bad checkpoint is a table of warnings; ours is one error that names the tensors."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def _untie_if_different(model: PreTrainedModel) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ssm_tune.layouts import Checkpoint, StoredTensor
 from ssm_tune.recipe import RecipeError
@@ -15,44 +18,78 @@ from ssm_tune.recipe import RecipeError
 _SHOWN = 8  # names in one message
 
 
-def check_shapes(checkpoint: Checkpoint, weights: Mapping[str, StoredTensor], model: nn.Module) -> None:
-    """Refuse mis-shaped tensors before any is read: transformers reads all first, and fails on a mis-shaped tied head.
+def check_weights(checkpoint: Checkpoint, weights: Mapping[str, StoredTensor]) -> PreTrainedModel:
+    """Go through the motions of loading with shapes alone, which costs no memory, and return the model without values.
 
-    `model`: of the config, on the meta device. Tensors that transformers stacks or renames are left to `check_report`.
-
-    Raises:
-        RecipeError: names each tensor, with both shapes.
-    """
-    if hasattr(checkpoint.config, "quantization_config"):
-        return  # packed shapes are not the model's
-    expected = model.state_dict()
-    _refuse(
-        checkpoint,
-        [
-            _shape_mistake(checkpoint, name, tensor.shape, expected[name].shape)
-            for name, tensor in weights.items()
-            if name in expected and tensor.shape != tuple(expected[name].shape)
-        ],
-    )
-
-
-def check_report(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
-    """Refuse what transformers only reports: it would go on with random weights in the place of missing ones.
+    transformers itself would read everything first, and then go on with random weights in the place of missing ones.
 
     Raises:
         RecipeError: names the tensors that are missing, unexpected or mis-shaped.
     """
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in weights.items()}
+    bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        return read_strictly(checkpoint, shapes, checkpoint.config, {"device_map": {"": "meta"}})
+    finally:
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def read_strictly(
+    checkpoint: Checkpoint, weights: Mapping[str, Any], config: PreTrainedConfig, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """transformers' model with these weights, all of them and no others.
+
+    Args:
+        weights: tensors, or stored ones, by transformers' names.
+        config: the checkpoint's, or a changed copy.
+        options: for from_pretrained.
+
+    Raises:
+        RecipeError: names the tensors that do not fit, or says what transformers says of the options.
+    """
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    try:
+        with _quiet_transformers():
+            model, report = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                ignore_mismatched_sizes=True,  # so that all of them are reported, not the first
+                output_loading_info=True,
+                **options,
+            )
+    except (ImportError, ValueError) as error:
+        raise RecipeError(f"{checkpoint.source.label}: {error}") from error
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):
+            raise
+        raise _error(checkpoint, _unlike_siblings(weights) or [str(error)]) from error
     mistakes = []
     if report["missing_keys"]:
         mistakes.append(f"missing: {_list(report['missing_keys'])}")
     if report["unexpected_keys"]:
         mistakes.append(f"not part of the model: {_list(report['unexpected_keys'])}")
     mistakes += [_shape_mistake(checkpoint, *mismatch) for mismatch in sorted(report["mismatched_keys"])]
-    _refuse(checkpoint, mistakes)
+    if mistakes:
+        raise _error(checkpoint, mistakes)
+    return model
 
 
-def stacking_error(checkpoint: Checkpoint, weights: Mapping[str, StoredTensor]) -> RecipeError:
-    """What to say when experts do not stack into one tensor, as transformers has them: which differ from the others."""
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Its report of a bad checkpoint is a table of warnings; ours is one error that names the tensors."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _unlike_siblings(weights: Mapping[str, Any]) -> list[str]:
+    """Which experts do not stack into one tensor, as transformers has them: those shaped unlike most of their layer."""
     layers: dict[str, list[str]] = {}
     for name in weights:
         if ".experts." in name:
@@ -64,12 +101,7 @@ def stacking_error(checkpoint: Checkpoint, weights: Mapping[str, StoredTensor]) 
             if weights[name].shape != usual:
                 shape = _shape(weights[name].shape)
                 mistakes.append(f"{name} is {shape}, the other experts of its layer are {_shape(usual)}")
-    return _error(checkpoint, mistakes or ["its experts cannot be stacked"])
-
-
-def _refuse(checkpoint: Checkpoint, mistakes: list[str]) -> None:
-    if mistakes:
-        raise _error(checkpoint, mistakes)
+    return mistakes
 
 
 def _error(checkpoint: Checkpoint, mistakes: list[str]) -> RecipeError:
