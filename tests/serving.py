@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from tiny import tiny_model, tiny_tokenizer
+import torch
+from tiny import EOS, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 from ssm_tune.mixers import patch_model
 
@@ -24,6 +27,7 @@ class Served:
     model: Any
     tokenizer: Any
     service: Any
+    server: Any
 
     @property
     def address(self) -> str:
@@ -74,9 +78,47 @@ def texts(events: Sequence[Any], index: int = 0) -> list[str]:
     return [choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices]
 
 
+class Reciter(torch.nn.Module):
+    """Stands in for a model: answers every prompt with the same text, one token of the tiny tokenizer at a time.
+
+    Args:
+        seconds: that a step takes. broken: what a step does after the first token, instead of answering.
+    """
+
+    def __init__(self, text: str, seconds: float = 0.0, broken: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="mamba")
+        self.generation_config = SimpleNamespace(eos_token_id=EOS)
+        self.head = torch.nn.Linear(1, VOCAB_SIZE)
+        self.script = [*tiny_tokenizer()(text)["input_ids"], EOS]
+        self.seconds, self.broken = seconds, broken
+
+    def get_input_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, cache: Any = None, logits_to_keep: int = 0, **_: Any) -> Any:
+        cache = SimpleNamespace(said=-1) if cache is None else cache
+        cache.said = 0 if input_ids.shape[1] > 1 else cache.said + 1
+        if cache.said:
+            time.sleep(self.seconds)
+            if self.broken is not None:
+                self.broken()
+        logits = torch.zeros(1, 1, VOCAB_SIZE)
+        logits[0, 0, self.script[min(cache.said, len(self.script) - 1)]] = 50.0
+        return SimpleNamespace(logits=logits, cache=cache)
+
+
 @contextlib.contextmanager
-def serving(model: Any = "mamba", tokenizer: Any = None, **settings: Any) -> Iterator[Served]:
-    """Serve a tiny model (a kind, or one that is there) until the block ends."""
+def serving(
+    model: Any = "mamba", tokenizer: Any = None, *, buffer: int | None = None, **settings: Any
+) -> Iterator[Served]:
+    """Serve a tiny model (a kind, or one that is there) until the block ends.
+
+    buffer: bytes that the system takes from the server for a client that does not read; None: as many as it likes.
+    """
     from ssm_tune.outputs.serve import server
     from ssm_tune.outputs.serve.settings import ServeSettings
 
@@ -85,13 +127,15 @@ def serving(model: Any = "mamba", tokenizer: Any = None, **settings: Any) -> Ite
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     service = server.make_service(model, tokenizer, ServeSettings(**{"drain": 1.0, **settings}))
     listener = server.bind("127.0.0.1", 0)
+    if buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections inherit it
     started = threading.Event()
     running = server._Server(server.make_config(service), service, started.set)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         assert started.wait(60), "the server did not start"
-        yield Served(listener.getsockname()[1], model, tokenizer, service)
+        yield Served(listener.getsockname()[1], model, tokenizer, service, running)
     finally:
         running.should_exit = True
         thread.join(60)

@@ -118,7 +118,8 @@ def _check_token(request: Request, service: Service) -> None:
     if wanted is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
+    # Headers are bytes, which Starlette reads as Latin-1.
+    right = hmac.compare_digest(given.strip().encode("latin-1"), wanted.encode("utf-8", "surrogateescape"))
     if scheme.lower() != "bearer" or not right:
         raise ApiError(
             401,

@@ -150,10 +150,9 @@ class Engine:
         """A piece's worth of tokens, taken from the prompts in turn: short ones get through beside a long one."""
         left = _PIECE
         while self._reading and left > 0:
-            job = self._reading.popleft()
-            if job.cancelled:
-                continue
-            if job.late:
+            job = self._reading[0]  # and it stays there, to be counted
+            if job.cancelled or job.late:
+                self._reading.popleft()
                 job.listen(job, Update(finish=LATE))
                 continue
             size = _MEASURED_PIECE if job.measure_prompt else _PIECE
@@ -166,12 +165,14 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 logger.error("serve: out of memory while reading a prompt of %d tokens", len(job.prompt))
                 job.cache = None
+                self._reading.popleft()
                 job.listen(job, Update(finish=FAILED, detail=f"out of memory: {str(error).splitlines()[0]}"))
                 continue
             if job.read < len(job.prompt):
-                self._reading.append(job)
+                self._reading.rotate(-1)
             else:
                 self._begin(job, logits)
+                self._reading.popleft()
 
     def _read(self, job: Job, piece: list[int]) -> Tensor:
         """Logits (1, vocabulary) after a piece of a prompt."""

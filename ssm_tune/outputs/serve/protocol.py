@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with a limit on how long a request's first lines may take.
+"""uvicorn's HTTP protocol, with a limit on how long a request's first lines may take, and errors as OpenAI's.
 
 uvicorn closes connections that are idle between requests, but waits for ever for the end of a request line or of
 headers. Clients that never finish them would use up the process's sockets.
@@ -11,6 +11,9 @@ from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ssm_tune.outputs.serve.errors import ApiError
+from ssm_tune.outputs.serve.responses import to_json
 
 
 class PatientProtocol(H11Protocol):
@@ -30,6 +33,18 @@ class PatientProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told as every other mistake is."""
+        body = to_json(ApiError(400, "this is not a valid HTTP request.").body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()

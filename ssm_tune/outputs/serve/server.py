@@ -26,8 +26,12 @@ from ssm_tune.recipe import RecipeError
 logger = logging.getLogger(__name__)
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)  # who waits for the address may read it through a pipe
+
+
 def serve_source(
-    source: str | Path, host: str, port: int, settings: ServeSettings, say: Callable[[str], None] = print
+    source: str | Path, host: str, port: int, settings: ServeSettings, say: Callable[[str], None] = _say
 ) -> int:
     """Load a run or a model and serve it until a signal comes; returns the exit code.
 
@@ -65,7 +69,7 @@ def serve_model(
     tokenizer: Any,
     listener: socket.socket,
     settings: ServeSettings,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _say,
 ) -> int:
     """Serve a loaded model at a bound socket until a signal comes; returns the exit code: 0, or 1 if it broke."""
     service = make_service(model, tokenizer, settings)
