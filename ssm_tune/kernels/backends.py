@@ -59,25 +59,35 @@ class KernelChoice:
 
 
 _CPU = ("cpu",)
+_CUDA = ("cuda",)
 _NUMBA = ("numba.core.errors:NumbaError",)
+_TRITON = ("triton.errors:TritonError",)
+_TOKEN_BY_TOKEN = "one token at a time in PyTorch, 100 times slower or more"
+_SEVERAL_KERNELS = "several small kernels of PyTorch, about 3 times slower"
 
 # The order within an operation is the order of preference.
 BACKENDS = (
     Backend("selective_scan", "numba", "cpu_scan", _CPU, "numba", _NUMBA),
-    Backend(
-        "selective_scan", "reference", "reference", cost="one token at a time in PyTorch, 100 times slower or more"
-    ),
-    Backend("selective_scan_step", "reference", "reference"),
+    Backend("selective_scan", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
+    Backend("selective_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
+    Backend("selective_scan_step", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
+    Backend("selective_scan_step", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("ssd_scan", "numba", "cpu_ssd", _CPU, "numba", _NUMBA),
+    Backend("ssd_scan", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
     Backend("ssd_scan", "chunked", "ssd_chunked", cost="chunks of matrix products in PyTorch, several times slower"),
-    Backend("ssd_scan", "reference", "reference", cost="one token at a time in PyTorch, 10 times slower or more"),
-    Backend("ssd_step", "reference", "reference"),
+    Backend("ssd_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
+    Backend("ssd_step", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
+    Backend("ssd_step", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("causal_conv1d", "numba", "cpu_conv", _CPU, "numba", _NUMBA),
+    Backend("causal_conv1d", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
     Backend("causal_conv1d", "gathered", "conv_gathered", cost="several passes over the row, about 5 times slower"),
-    Backend("causal_conv1d", "reference", "reference", cost="one token at a time in PyTorch, 100 times slower or more"),
-    Backend("causal_conv1d_step", "reference", "reference"),
-    Backend("rms_norm", "reference", "reference"),
-    Backend("gated_rms_norm", "reference", "reference"),
+    Backend("causal_conv1d", "reference", "reference", cost=_TOKEN_BY_TOKEN),
+    Backend("causal_conv1d_step", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
+    Backend("causal_conv1d_step", "reference", "reference", cost=_SEVERAL_KERNELS),
+    Backend("rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
+    Backend("rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
+    Backend("gated_rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
+    Backend("gated_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
 )
 OPERATIONS = tuple(dict.fromkeys(backend.operation for backend in BACKENDS))
 

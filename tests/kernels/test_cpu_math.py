@@ -12,10 +12,11 @@ from numba import njit
 
 from ssm_tune.kernels import cpu_math
 
-FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "exp": (cpu_math.exp, np.exp),
-    "sigmoid": (cpu_math.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    "softplus": (cpu_math.softplus, lambda x: np.logaddexp(0, x)),
+# The function, the truth, and the largest relative error.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], float]] = {
+    "exp": (cpu_math.exp, np.exp, 1e-7),
+    "sigmoid": (cpu_math.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 2e-7),
+    "softplus": (cpu_math.softplus, lambda x: np.logaddexp(0, x), 3e-7),
 }
 
 
@@ -30,12 +31,12 @@ def loop_over(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_relative_error(name: str) -> None:
-    function, truth = FUNCTIONS[name]
+    function, truth, largest = FUNCTIONS[name]
     values = np.concatenate([np.linspace(-87, 87, 200_001), np.linspace(-1, 1, 200_001)]).astype(np.float32)
     results = np.empty_like(values)
     loop_over(function)(values, results)
     expected = truth(values.astype(np.float64))
-    assert np.max(np.abs(results - expected) / expected) < 3e-7
+    assert np.max(np.abs(results - expected) / expected) < largest
 
 
 def test_beyond_the_range_of_float32() -> None:

@@ -105,7 +105,7 @@ def test_after_a_fork(two_threads: None) -> None:
     assert cpu_threads._pools
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    children = [context.Process(target=scan_in_child, args=(tensors, results)) for _ in range(2)]
+    children = [context.Process(target=scan_in_child, args=(tensors, results), daemon=True) for _ in range(2)]
     for child in children:
         child.start()
     for child in children:

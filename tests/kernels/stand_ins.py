@@ -1,0 +1,216 @@
+"""The packages mamba_ssm and causal_conv1d in plain PyTorch, for a CPU: what they take, give, refuse and do not know.
+
+They prove what reaches a kernel and what is made of its results, not that a kernel is right: that is
+`test_gpu_kernels.py`. The signatures are those of mamba-ssm 2.3.2 and causal-conv1d 1.7.0.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ssm_tune.kernels import reference
+
+CALLS: list[str] = []
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """(batch, dim, length); no documents, no initial state, no gradient through the last state."""
+    CALLS.append("selective_scan_fn")
+    assert {t.dtype for t in (delta, B, C)} == {u.dtype}
+    assert z is None or z.dtype == u.dtype
+    assert {t.dtype for t in (A, D, delta_bias) if t is not None} == {torch.float32}
+    assert A.shape[1] <= 256
+    turned = [None if t is None else t.transpose(1, 2) for t in (u, delta, B, C, z)]
+    y, state = reference.selective_scan(
+        turned[0], turned[1], A, turned[2], turned[3], D, turned[4], delta_bias,
+        dt_softplus=delta_softplus, return_final_state=True,
+    )  # fmt: skip
+    y = y.transpose(1, 2).contiguous()
+    return (y, state.detach()) if return_last_state else y
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """Both step forms; the real launch fails without D and dt_bias."""
+    CALLS.append("selective_state_update")
+    assert D is not None
+    assert dt_bias is not None
+    if state.dim() == 3:
+        return reference.selective_scan_step(x, dt, A, B, C, state, D, z, dt_bias, dt_softplus)
+    assert z is None
+    assert x.shape == dt.shape
+    assert A.shape == state.shape[1:]
+    assert D.shape == dt_bias.shape == x.shape[1:]
+    heads = x.shape[1]
+    dt, A, dt_bias = dt[..., 0], A[:, 0, 0], dt_bias[:, 0]
+    assert heads % B.shape[1] == 0
+    return reference.ssd_step(x, dt, A, B, C, state, D, dt_bias, dt_softplus)
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Tokens with equal numbers see each other; the initial state is of document 0; padding is not known."""
+    CALLS.append("mamba_chunk_scan_combined")
+    assert B.dtype == C.dtype == x.dtype
+    assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
+    batch, length, heads = x.shape[:3]
+    B, C = (t.float().repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
+    step = dt.float() if dt_bias is None else dt.float() + dt_bias
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    total = (step * A).cumsum(1)
+    same = torch.ones(batch, length, length, dtype=torch.bool)
+    of_state = torch.ones(batch, length, dtype=torch.bool)
+    if seq_idx is not None:
+        same, of_state = seq_idx[:, :, None] == seq_idx[:, None], seq_idx == 0
+    same = (same & torch.ones(length, length, dtype=torch.bool).tril())[..., None]
+    decay = torch.exp((total[:, :, None] - total[:, None]).masked_fill(~same, -math.inf))
+    entering = x.float() * step[..., None]
+    y = torch.einsum("bijh,bihn,bjhn,bjhp->bihp", decay, C, B, entering)
+    state = torch.einsum("bjh,bjhn,bjhp->bhpn", decay[:, -1], B, entering)
+    if initial_states is not None:
+        carried = torch.exp(total) * of_state[..., None]
+        y = y + torch.einsum("bih,bihn,bhpn->bihp", carried, C, initial_states.float())
+        state = state + carried[:, -1, :, None, None] * initial_states
+    if D is not None:
+        y = y + (D if D.dim() == 2 else D[:, None]) * x.float()
+    y = y.to(x.dtype)
+    return (y, state) if return_final_states else y
+
+
+def rmsnorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """The gated norm."""
+    CALLS.append("rmsnorm_fn")
+    return reference.gated_rms_norm(x, z, weight, eps, group_size, norm_before_gate)
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The plain norm."""
+    CALLS.append("rms_norm_fn")
+    return reference.rms_norm(x, weight, eps)
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """(batch, dim, length), channels side by side; a window holds what has the token's number, if not negative."""
+    CALLS.append("causal_conv1d_fn")
+    batch, dim = x.shape[:2]
+    width = weight.shape[1]
+    assert 2 <= width <= 4
+    assert dim % 8 == 0
+    assert x.stride(1) == 1
+    assert x.stride(0) % 8 == 0
+    assert x.stride(2) % 8 == 0
+    assert x.data_ptr() % 16 == 0
+    assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
+    assert seq_idx is None or initial_states is None
+    assert initial_states is None or (initial_states.stride(1) == 1 and initial_states.dtype == x.dtype)
+    head = x.new_zeros(batch, dim, width - 1) if initial_states is None else initial_states
+    seen = torch.cat([head, x], dim=-1).float().unfold(-1, width, 1)
+    if seq_idx is not None:
+        numbers = F.pad(seq_idx, (width - 1, 0), value=-1).unfold(-1, width, 1)
+        seen = seen * (numbers == seq_idx[..., None])[:, None]
+    y = (seen * weight[:, None].float()).sum(-1)
+    if bias is not None:
+        y = y + bias.float()[:, None]
+    y = F.silu(y) if activation == "silu" else y
+    if seq_idx is not None:
+        y = y * (seq_idx >= 0)[:, None]
+    return y.to(x.dtype)
+
+
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """One token; the state has the dtype of x."""
+    CALLS.append("causal_conv1d_update")
+    assert conv_state.dtype == x.dtype
+    return reference.causal_conv1d_step(x, conv_state, weight, bias, activation)
+
+
+def modules() -> dict[str, ModuleType]:
+    """What to put into sys.modules."""
+    contents = {
+        "mamba_ssm": (),
+        "mamba_ssm.ops": (),
+        "mamba_ssm.ops.selective_scan_interface": (selective_scan_fn,),
+        "mamba_ssm.ops.triton": (),
+        "mamba_ssm.ops.triton.selective_state_update": (selective_state_update,),
+        "mamba_ssm.ops.triton.ssd_combined": (mamba_chunk_scan_combined,),
+        "mamba_ssm.ops.triton.layer_norm": (rms_norm_fn,),
+        "mamba_ssm.ops.triton.layernorm_gated": (rmsnorm_fn,),
+        "causal_conv1d": (causal_conv1d_fn, causal_conv1d_update),
+    }
+    found = {}
+    for name, functions in contents.items():
+        found[name] = ModuleType(name)
+        found[name].__path__ = []
+        vars(found[name]).update({function.__name__: function for function in functions})
+    return found

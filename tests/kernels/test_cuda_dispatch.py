@@ -1,0 +1,329 @@
+"""What is done around the kernels for a GPU: on a CPU, with stand-ins for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import stand_ins
+import torch
+from comparison import DOCUMENTS, assert_equals_reference, conv_tensors, draw, scan_tensors, seq_idx_of, ssd_tensors
+
+from ssm_tune import kernels
+from ssm_tune.kernels import backends, documents
+from ssm_tune.kernels.backends import Unsupported
+
+OURS = ("mamba_ssm_scan", "mamba_ssm_ssd", "mamba_ssm_norm", "causal_conv1d_cuda")
+WIDE = ("A", "D", "dt_bias", "initial_state")
+
+
+@pytest.fixture(autouse=True)
+def stand_in_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """mamba_ssm and causal_conv1d importable, and what imports them afresh."""
+    for name, module in stand_ins.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, f"ssm_tune.kernels.{name}", raising=False)
+    monkeypatch.setattr(backends, "_settings", backends._Settings())
+    stand_ins.CALLS.clear()
+    yield
+    for name in OURS:
+        sys.modules.pop(f"ssm_tune.kernels.{name}", None)
+
+
+def ours(name: str) -> ModuleType:
+    return importlib.import_module(f"ssm_tune.kernels.{name}")
+
+
+@pytest.fixture
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends for a GPU are offered for a CPU, and those for a CPU for none."""
+    devices = {("cuda",): ("cpu",), ("cpu",): ("none",)}
+    table = [dataclasses.replace(b, devices=devices.get(b.devices, b.devices)) for b in backends.BACKENDS]
+    monkeypatch.setattr(backends, "BACKENDS", tuple(table))
+
+
+def test_tensors_of_a_cpu_never_reach_a_kernel_for_cuda() -> None:
+    scan = {name: t.float() for name, t in scan_tensors(length=3).items()}
+    ssd = {name: t.float() for name, t in ssd_tensors(length=3).items()}
+    conv = {name: t.float() for name, t in conv_tensors(length=3).items()}
+    kernels.selective_scan(**scan)
+    kernels.ssd_scan(**ssd)
+    kernels.causal_conv1d(**conv)
+    kernels.rms_norm(conv["x"], conv["bias"], 1e-5)
+    kernels.gated_rms_norm(conv["x"], conv["x"], conv["bias"], 1e-5)
+    kernels.causal_conv1d_step(conv["x"][:, 0], conv["initial_state"], conv["weight"])
+    kernels.kernel_report("cpu")
+    assert stand_ins.CALLS == []
+    assert not any(f"ssm_tune.kernels.{name}" in sys.modules for name in OURS)
+
+
+def test_every_operation_is_served_by_them_on_their_device(as_if_cuda: None) -> None:
+    found = {choice.operation: (choice.backend, choice.reason) for choice in kernels.kernel_report("cpu")}
+    expected = dict.fromkeys(backends.OPERATIONS, ("mamba_ssm", ""))
+    expected |= dict.fromkeys(("causal_conv1d", "causal_conv1d_step"), ("causal_conv1d", ""))
+    assert found == expected
+
+
+def test_a_package_of_old_that_has_no_scan_leaves_the_rest(as_if_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_built(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("built without the Mamba-1 scan")
+
+    interface = sys.modules["mamba_ssm.ops.selective_scan_interface"]
+    monkeypatch.setattr(interface, "selective_scan_fn", not_built)
+    found = {choice.operation: choice for choice in kernels.kernel_report("cpu")}
+    assert found["selective_scan"].backend == "reference"
+    assert "NotImplementedError: built without the Mamba-1 scan" in found["selective_scan"].reason
+    assert found["ssd_scan"].backend == "mamba_ssm"
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_selective_scan(documents: str) -> None:
+    check_selective_scan(documents, ())
+
+
+@pytest.mark.parametrize("without", [("initial_state",), ("z", "initial_state"), ("D",), ("D", "z", "dt_bias")])
+@pytest.mark.parametrize("dt_softplus", [True, False])
+def test_selective_scan_with_optional_arguments(without: tuple[str, ...], dt_softplus: bool) -> None:
+    check_selective_scan("padding on both sides and between", without, dt_softplus)
+
+
+def check_selective_scan(documents: str, without: tuple[str, ...], dt_softplus: bool = True) -> None:
+    tensors = scan_tensors(dim=6, state=4, without=without)
+    if not dt_softplus:  # positive step sizes
+        tensors |= {name: t.abs() * 0.1 for name, t in tensors.items() if name in ("dt", "dt_bias") and t is not None}
+    settings = {"seq_idx": seq_idx_of(documents), "dt_softplus": dt_softplus}
+
+    def scan(return_final_state: bool, **given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        y = ours("mamba_ssm_scan").selective_scan(**given)
+        with torch.no_grad():
+            state = ours("mamba_ssm_scan").selective_scan(**given, return_final_state=True)[1]
+        # Not differentiated by this backend: the reference's gradient, so that the rest can be compared.
+        exact = kernels.reference.selective_scan(**given, return_final_state=True)[1]
+        return y, exact + (state - exact.detach())
+
+    assert_equals_reference("selective_scan", scan, tensors, **settings)
+    assert "selective_scan_fn" in stand_ins.CALLS
+
+
+@pytest.mark.parametrize("documents", ["no documents", "padding on both sides and between"])
+def test_selective_scan_in_bfloat16(documents: str) -> None:
+    seq_idx = seq_idx_of(documents)
+    tensors = {name: t.float() if name in WIDE else t.bfloat16() for name, t in scan_tensors().items()}
+    with torch.no_grad():
+        y, state = ours("mamba_ssm_scan").selective_scan(**tensors, seq_idx=seq_idx, return_final_state=True)
+        exact = kernels.reference.selective_scan(
+            **{name: t.double() for name, t in tensors.items()}, seq_idx=seq_idx, return_final_state=True
+        )
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert (y.double() - exact[0]).norm() / exact[0].norm() < 5e-3
+    assert (state.double() - exact[1]).norm() / exact[1].norm() < 5e-3
+
+
+def test_selective_scan_does_not_write_into_its_inputs() -> None:
+    # Of this shape the turned tensor is the tensor itself.
+    tensors = {name: t.float() for name, t in scan_tensors(dim=1, without=("initial_state",)).items() if t is not None}
+    kept = {name: t.clone() for name, t in tensors.items()}
+    ours("mamba_ssm_scan").selective_scan(**tensors, seq_idx=seq_idx_of("padding on both sides and between"))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, kept[name]), name
+
+
+@pytest.mark.parametrize("largest", [67 * 20 * 2, 67 * 20 - 1, 67 * 7, 67 + 1])
+def test_selective_scan_in_parts_within_32_bit_offsets(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ours("mamba_ssm_scan")
+    monkeypatch.setattr(module, "_LARGEST", largest)
+    monkeypatch.setattr(module, "_PIECE", 10**9)
+    seen = []
+
+    def checked(u: torch.Tensor, *rest: object) -> object:
+        seen.append(u.numel())
+        return stand_ins.selective_scan_fn(u, *rest)
+
+    monkeypatch.setattr(module, "selective_scan_fn", checked)
+    tensors = {name: t.float() for name, t in scan_tensors().items()}
+    y, state = module.selective_scan(**tensors, return_final_state=True)
+    expected = kernels.reference.selective_scan(**tensors, return_final_state=True)
+    torch.testing.assert_close(y, expected[0])
+    torch.testing.assert_close(state, expected[1])
+    assert max(seen) < largest
+    assert len(seen) > 1
+    monkeypatch.setattr(module, "_LARGEST", 67)
+    with pytest.raises(Unsupported, match="67 tokens in a row, beyond 32-bit offsets"):
+        module.selective_scan(**tensors)
+
+
+def test_selective_scan_refuses_what_the_kernel_cannot_do() -> None:
+    module = ours("mamba_ssm_scan")
+    with pytest.raises(Unsupported, match="float64"):
+        module.selective_scan(**scan_tensors(length=3))
+    tensors = {name: t.float() for name, t in scan_tensors(length=3, state=257).items()}
+    with pytest.raises(Unsupported, match="257 states, at most 256"):
+        module.selective_scan(**tensors)
+    tensors = {name: t.float() for name, t in scan_tensors(length=3).items()}
+    tensors["x"].requires_grad_()
+    with pytest.raises(Unsupported, match="a gradient through the final state"):
+        module.selective_scan(**tensors, return_final_state=True)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_ssd_scan(documents: str) -> None:
+    scan, seq_idx = ours("mamba_ssm_ssd").ssd_scan, seq_idx_of(documents)
+    assert_equals_reference("ssd_scan", scan, ssd_tensors(), seq_idx=seq_idx)
+    assert "mamba_chunk_scan_combined" in stand_ins.CALLS
+
+
+@pytest.mark.parametrize("without", [("initial_state",), ("D",), ("D", "dt_bias", "initial_state")])
+@pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (0.05, 0.3)])
+@pytest.mark.parametrize("documents", ["no documents", "padding on both sides and between"])
+def test_ssd_scan_with_optional_arguments(
+    without: tuple[str, ...], dt_limit: tuple[float, float], documents: str
+) -> None:
+    settings = {"seq_idx": seq_idx_of(documents), "dt_limit": dt_limit}
+    assert_equals_reference("ssd_scan", ours("mamba_ssm_ssd").ssd_scan, ssd_tensors(without=without), **settings)
+
+
+@pytest.mark.parametrize("documents", ["no documents", "padding on both sides and between", "numbers that return"])
+@pytest.mark.parametrize("largest", [5000, 1500, 700])
+def test_ssd_scan_in_parts_within_32_bit_offsets(documents: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ours("mamba_ssm_ssd")
+    monkeypatch.setattr(module, "_LARGEST", largest)
+    seen = []
+
+    def checked(x: torch.Tensor, *rest: object, **settings: object) -> object:
+        seen.append(x.shape)
+        assert x.numel() < largest
+        return stand_ins.mamba_chunk_scan_combined(x, *rest, **settings)
+
+    monkeypatch.setattr(module, "mamba_chunk_scan_combined", checked)
+    assert_equals_reference("ssd_scan", module.ssd_scan, ssd_tensors(), chunk_size=8, seq_idx=seq_idx_of(documents))
+    assert len(seen) > 1
+    monkeypatch.setattr(module, "_LARGEST", 8)
+    with pytest.raises(Unsupported, match="beyond 32-bit offsets"):
+        module.ssd_scan(**{name: t.float() for name, t in ssd_tensors().items()})
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(("activation", "without"), [("silu", ()), (None, ("bias",))])
+def test_causal_conv1d(documents: str, activation: str | None, without: tuple[str, ...]) -> None:
+    module, seq_idx = ours("causal_conv1d_cuda"), seq_idx_of(documents)
+    tensors = conv_tensors(dim=24, without=without if seq_idx is None else (*without, "initial_state"))
+    settings = {"activation": activation, "seq_idx": seq_idx}
+    if documents == "padding on both sides and between":
+        with pytest.raises(Unsupported, match="padding inside a document"):
+            assert_equals_reference("causal_conv1d", module.causal_conv1d, tensors, **settings)
+    else:
+        assert_equals_reference("causal_conv1d", module.causal_conv1d, tensors, **settings)
+        assert "causal_conv1d_fn" in stand_ins.CALLS
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_causal_conv1d_of_short_rows(length: int) -> None:
+    tensors = conv_tensors(length=length, dim=8)
+    assert_equals_reference("causal_conv1d", ours("causal_conv1d_cuda").causal_conv1d, tensors)
+
+
+def test_causal_conv1d_of_a_part_of_a_wider_projection() -> None:
+    module = ours("causal_conv1d_cuda")
+    weight, wide = draw(16, 4).float(), draw(2, 9, 43).float()
+    for first in (0, 3):
+        part = wide[..., first : first + 16]
+        torch.testing.assert_close(module.causal_conv1d(part, weight), kernels.causal_conv1d(part, weight))
+
+
+def test_causal_conv1d_row_by_row_within_32_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ours("causal_conv1d_cuda")
+    monkeypatch.setattr(module, "_LARGEST", 67 * 24 + 1)
+    assert_equals_reference("causal_conv1d", module.causal_conv1d, conv_tensors(dim=24))
+    assert stand_ins.CALLS == ["causal_conv1d_fn"] * 2
+    monkeypatch.setattr(module, "_LARGEST", 67 * 24)
+    with pytest.raises(Unsupported, match="67 tokens in a row, beyond 32-bit offsets"):
+        module.causal_conv1d(**{name: t.float() for name, t in conv_tensors(dim=24).items()})
+
+
+def test_causal_conv1d_refuses_what_the_kernel_cannot_do() -> None:
+    module = ours("causal_conv1d_cuda")
+    for change, words in (({"dim": 20}, "20 channels"), ({"dim": 8, "width": 5}, "a width of 5")):
+        tensors = {name: t.float() for name, t in conv_tensors(length=3, **change).items()}
+        with pytest.raises(Unsupported, match=words):
+            module.causal_conv1d(**tensors)
+    tensors = {name: t.float() for name, t in conv_tensors(length=67, dim=8).items()}
+    with pytest.raises(Unsupported, match="documents together with an initial state"):
+        module.causal_conv1d(**tensors, seq_idx=seq_idx_of("one document"))
+
+
+def test_step_forms(as_if_cuda: None) -> None:
+    t = {name: tensor.float() for name, tensor in scan_tensors(length=1).items()}
+    token = {name: t[name][:, 0] for name in ("x", "dt", "B", "C", "z")} | {"A": t["A"]}
+    for more in ({"D": t["D"], "dt_bias": t["dt_bias"]}, {}):
+        check_step("selective_scan_step", token | more, t["initial_state"])
+    t = {name: tensor.float() for name, tensor in ssd_tensors(length=1).items()}
+    token = {name: t[name][:, 0] for name in ("x", "dt", "B", "C")} | {"A": t["A"]}
+    by_channel = {"D": torch.ones(4, 6), "dt_bias": t["dt_bias"]}
+    for more in ({"D": t["D"], "dt_bias": t["dt_bias"]}, by_channel, {}, {"dt_limit": (0.1, 0.2)}):
+        check_step("ssd_step", token | more, t["initial_state"])
+    t = {name: tensor.float() for name, tensor in conv_tensors(length=1).items()}
+    for activation in ("silu", None):
+        token = {"x": t["x"][:, 0], "weight": t["weight"], "bias": t["bias"], "activation": activation}
+        check_step("causal_conv1d_step", token, t["initial_state"])
+    assert set(stand_ins.CALLS) >= {"selective_state_update", "causal_conv1d_update"}
+
+
+def check_step(operation: str, arguments: dict[str, object], state: torch.Tensor) -> None:
+    found, expected = state.clone(), state.clone()
+    y = getattr(kernels, operation)(**arguments, state=found)
+    torch.testing.assert_close(y, getattr(kernels.reference, operation)(**arguments, state=expected))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_convolution_state_in_another_dtype_goes_to_the_reference(
+    as_if_cuda: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, state, weight = draw(2, 8).bfloat16(), draw(2, 8, 3).float(), draw(8, 4).bfloat16()
+    kernels.causal_conv1d_step(x, state, weight)
+    assert "tokens in torch.bfloat16 with a state in torch.float32. reference serves" in caplog.text
+
+
+def test_norms(as_if_cuda: None, caplog: pytest.LogCaptureFixture) -> None:
+    y, z, weight = draw(2, 3, 8).float(), draw(2, 3, 8).float(), draw(8).float()
+    torch.testing.assert_close(kernels.rms_norm(y, weight, 1e-5), kernels.reference.rms_norm(y, weight, 1e-5))
+    for settings in ((None, False), (4, False), (2, True)):
+        expected = kernels.reference.gated_rms_norm(y, z, weight, 1e-5, *settings)
+        torch.testing.assert_close(kernels.gated_rms_norm(y, z, weight, 1e-5, *settings), expected)
+    assert stand_ins.CALLS[-3:] == ["rmsnorm_fn"] * 3
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    wide = torch.ones(1, 1, 16385)
+    kernels.rms_norm(wide, torch.ones(16385), 1e-5)
+    assert "a mean over 16385 channels, at most 16384" in caplog.text
+
+
+def test_documents_are_found_once_while_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = []
+    find = documents._find_documents
+    monkeypatch.setattr(documents, "_find_documents", lambda seq_idx: count.append(1) or find(seq_idx))
+    seq_idx = torch.tensor([[0, 0, 1, 1, -1]], dtype=torch.int32)
+    first = documents.find_documents(seq_idx)
+    assert documents.find_documents(seq_idx) is first
+    assert len(count) == 1
+    seq_idx[0, 1] = 1
+    assert documents.find_documents(seq_idx).starts[1].tolist() == [1]
+    assert len(count) == 2
+    with torch.inference_mode():
+        inner = torch.tensor([[0, 1]], dtype=torch.int32)
+        assert documents.find_documents(inner).starts[1].tolist() == [1]
+
+
+def test_what_is_found_about_documents() -> None:
+    seq_idx = torch.tensor([[-1, 3, 3, 5, 3, -1], [4, -1, 4, 2, 2, 2]], dtype=torch.int32)
+    found = documents.find_documents(seq_idx)
+    assert found.number.tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 0, 1, 1, 1]]
+    assert [part.tolist() for part in found.starts] == [[0, 0, 1], [3, 4, 3]]
+    assert [part.tolist() for part in found.padding] == [[0, 0, 1], [0, 5, 1]]
+    assert found.gaps
+    assert not documents.find_documents(seq_idx[:1].clone()).gaps
+    assert documents.find_documents(seq_idx[1:, 3:].clone()).is_padding is None
