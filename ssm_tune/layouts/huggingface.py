@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from ssm_tune.families import family_of
-from ssm_tune.layouts.layout import Layout, rename_embedding, transformers_weight_files
+from ssm_tune.layouts.layout import Layout, Writing, rename_embedding, transformers_weight_files
 from ssm_tune.layouts.source import Source
 from ssm_tune.recipe import RecipeError
 
@@ -47,4 +49,16 @@ def valid_config(model_type: str, where: str) -> Iterator[None]:
         raise RecipeError(f"{where}: not a valid {model_type} config: {text}") from error
 
 
-LAYOUT = Layout("huggingface", recognise, read_config, transformers_weight_files, rename_embedding)
+def express(config: PreTrainedConfig) -> dict[str, Any]:
+    """What config.json of any family holds."""
+    return json.loads(config.to_json_string())
+
+
+LAYOUT = Layout(
+    "huggingface",
+    recognise,
+    read_config,
+    transformers_weight_files,
+    rename_embedding,
+    Writing("config.json", "model.safetensors", express, lambda name: name, repeats_tied_head=False),
+)

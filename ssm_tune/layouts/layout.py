@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssm_tune.layouts.source import Source
 from ssm_tune.layouts.tensors import shard_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How to write a layout.
+
+    Args:
+        config_file: the name of its config.
+        weight_file: the name of its weights, whose suffix says the format.
+        express: a config's values in its config file. RecipeError names the fields that it has no words for.
+        rename: a tensor's name in transformers' model -> its name in the file.
+        repeats_tied_head: whether a head that is tied to the embedding is in the file too.
+    """
+
+    config_file: str
+    weight_file: str
+    express: Callable[[PreTrainedConfig], dict[str, Any]]
+    rename: Callable[[str], str]
+    repeats_tied_head: bool
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,7 @@ class Layout:
         read_config: the config as transformers' classes have it. RecipeError for what they cannot express.
         weight_files: the files with the weights, fetched; empty if there are none.
         rename: a tensor's name in the file -> its name in transformers' model.
+        writing: how to write it.
         default_tokenizer: the tokenizer that belongs to this layout's checkpoints when they carry none.
     """
 
@@ -32,6 +52,7 @@ class Layout:
     read_config: Callable[[Source], PreTrainedConfig]
     weight_files: Callable[[Source], list[Path]]
     rename: Callable[[str], str]
+    writing: Writing
     default_tokenizer: str | None = None
 
 
@@ -55,5 +76,13 @@ def single_file(source: Source, name: str) -> list[Path]:
 
 def rename_embedding(name: str) -> str:
     """state-spaces' `backbone.embedding` is `backbone.embeddings` in transformers, which leaves it random if missed."""
-    prefix = "backbone.embedding."
-    return "backbone.embeddings." + name.removeprefix(prefix) if name.startswith(prefix) else name
+    return _swap_prefix(name, "backbone.embedding.", "backbone.embeddings.")
+
+
+def original_embedding(name: str) -> str:
+    """The way back from `rename_embedding`."""
+    return _swap_prefix(name, "backbone.embeddings.", "backbone.embedding.")
+
+
+def _swap_prefix(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name

@@ -7,11 +7,12 @@ Mamba-2's default widths (state 128, expand 2, head 64), so this module maps ont
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ssm_tune.layouts import state_spaces
-from ssm_tune.layouts.layout import Layout, rename_embedding, single_file
+from ssm_tune.layouts.layout import Layout, Writing, original_embedding, rename_embedding, single_file
 from ssm_tune.layouts.source import Source
 from ssm_tune.recipe import RecipeError
 
@@ -59,4 +60,33 @@ def rename(name: str) -> str:
     return rename_embedding(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else name
 
 
-LAYOUT = Layout("mistral", recognise, read_config, weight_files, rename, "mistralai/Mamba-Codestral-7B-v0.1")
+def express(config: PreTrainedConfig) -> dict[str, Any]:
+    """params.json of a Mamba-2; RecipeError names the fields that it has no keys for."""
+    original = state_spaces.express(config)
+    ssm = original["ssm_cfg"]
+    mistakes = [] if ssm.get("layer") == "Mamba2" else ["model_type: Mistral's layout has Mamba-2 alone."]
+    mistakes += [
+        f"{field} is {getattr(config, field)}, which Mistral's params.json cannot express: it has {default}."
+        for field, default in state_spaces.changed_fields(ssm)
+        if field != "n_groups"
+    ]
+    if mistakes:
+        raise RecipeError(mistakes)
+    params = {theirs: original[ours] for theirs, ours in _ARGUMENTS.items()}
+    return {**params, "n_groups": config.n_groups, "model_type": "mamba"}
+
+
+def rename_back(name: str) -> str:
+    """The way back from `rename`."""
+    return _PREFIX + original_embedding(name)
+
+
+LAYOUT = Layout(
+    "mistral",
+    recognise,
+    read_config,
+    weight_files,
+    rename,
+    Writing("params.json", "consolidated.safetensors", express, rename_back, repeats_tied_head=True),
+    "mistralai/Mamba-Codestral-7B-v0.1",
+)

@@ -13,7 +13,13 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from ssm_tune.layouts.huggingface import valid_config
-from ssm_tune.layouts.layout import Layout, rename_embedding, transformers_weight_files
+from ssm_tune.layouts.layout import (
+    Layout,
+    Writing,
+    original_embedding,
+    rename_embedding,
+    transformers_weight_files,
+)
 from ssm_tune.layouts.source import Source
 from ssm_tune.recipe import RecipeError
 
@@ -55,6 +61,8 @@ _MAMBA2_SSM = {
     "chunk_size": ("chunk_size", 256),
     "dt_limit": ("time_step_limit", (0.0, math.inf)),
 }
+_SSM = {"mamba": _MAMBA1_SSM, "mamba2": _MAMBA2_SSM}
+_EPSILON = 1e-5  # mamba_ssm has no key for it
 # Which kernel runs, or how a new model begins: neither is part of a checkpoint's meaning.
 _MAMBA1_IGNORED = ("layer", "use_fast_path")
 _MAMBA2_IGNORED = ("layer", "use_mem_eff_path", "sequence_parallel", "conv_init", "A_init_range")
@@ -103,7 +111,7 @@ def map_config(original: dict[str, Any], *, where: str, tokens: dict[str, int]) 
         "hidden_size": original["d_model"],
         "num_hidden_layers": original["n_layer"],
         "vocab_size": pad_vocabulary(original["vocab_size"], original.get("pad_vocab_size_multiple", 8)),
-        "layer_norm_epsilon": 1e-5,  # mamba_ssm has no key for it
+        "layer_norm_epsilon": _EPSILON,
         "residual_in_fp32": original.get("residual_in_fp32", True),
         "tie_word_embeddings": original.get("tie_embeddings", True),
         **tokens,
@@ -154,6 +162,66 @@ def _mamba2_mistakes(original: dict[str, Any], ssm: dict[str, Any]) -> list[str]
     return mistakes
 
 
+def express(config: PreTrainedConfig) -> dict[str, Any]:
+    """The original package's config of a Mamba or Mamba-2: values that are its defaults are left out of ssm_cfg.
+
+    Special tokens have no place in it, nor have switches that only a new model's start depends on.
+
+    Raises:
+        RecipeError: another family, or every field whose value the original package cannot compute.
+    """
+    if config.model_type not in _SSM:
+        raise RecipeError(
+            f"model_type: the state-spaces layout has no {config.model_type}; it has {' and '.join(_SSM)}."
+        )
+    mapping, multiple = _SSM[config.model_type], {"mamba": 8, "mamba2": 16}[config.model_type]
+    mistakes = [
+        f"{field} is {value}, which the state-spaces layout cannot express: it has {fixed}"
+        for field, value, fixed in (
+            ("layer_norm_epsilon", config.layer_norm_epsilon, _EPSILON),
+            ("hidden_act", {"swish": "silu"}.get(config.hidden_act, config.hidden_act), "silu"),
+        )
+        if value != fixed
+    ]
+    if mistakes:
+        raise RecipeError([f"{mistake}." for mistake in mistakes])
+    ssm = {"layer": "Mamba2"} if config.model_type == "mamba2" else {}
+    for key, (field, default) in mapping.items():
+        value = getattr(config, field)
+        if field == "time_step_rank" and value == math.ceil(config.hidden_size / 16):
+            continue
+        if field == "time_step_limit":
+            value = tuple(value)
+        if value != default:
+            ssm[key] = value
+    return {
+        "d_model": config.hidden_size,
+        "d_intermediate": 0,
+        "n_layer": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": ssm,
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "residual_in_fp32": config.residual_in_fp32,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": multiple if config.vocab_size % multiple == 0 else 1,
+        "tie_embeddings": config.tie_word_embeddings,
+    }
+
+
+def changed_fields(ssm: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The config fields behind the keys of a Mamba-2's ssm_cfg, each with the original package's default."""
+    return [_MAMBA2_SSM[key] for key in ssm if key != "layer"]
+
+
 LAYOUT = Layout(
-    "state-spaces", recognise, read_config, transformers_weight_files, rename_embedding, "EleutherAI/gpt-neox-20b"
+    "state-spaces",
+    recognise,
+    read_config,
+    transformers_weight_files,
+    rename_embedding,
+    # The original package looks for this one file, and for every parameter in it.
+    Writing("config.json", "pytorch_model.bin", express, original_embedding, repeats_tied_head=True),
+    "EleutherAI/gpt-neox-20b",
 )

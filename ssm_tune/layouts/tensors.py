@@ -30,6 +30,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
 
 @dataclass(frozen=True)
 class StoredTensor:
