@@ -12,6 +12,16 @@ MIXER, ATTENTION, MLP = "M", "*", "-"  # how layers are written in a pattern, as
 SYMBOLS = (MIXER, ATTENTION, MLP)
 
 
+def default_intermediate_size(hidden_size: int, gated: bool) -> int:
+    """Four times the hidden size; 8/3 of it, in steps of 64, for the three matrices of a gated MLP (Llama, 2.2)."""
+    return math.ceil(hidden_size / 24) * 64 if gated else 4 * hidden_size
+
+
+def default_heads(hidden_size: int) -> int:
+    """As many as have 64 channels each."""
+    return max(hidden_size // 64, 1)
+
+
 @strict
 class DecoderConfig(PreTrainedConfig):
     """What all our models have: a stack of pre-norm residual layers, each a state-space mixer, attention or an MLP.
@@ -19,9 +29,9 @@ class DecoderConfig(PreTrainedConfig):
     Args:
         pattern: a symbol for each layer: M for the model's state-space mixer, * for attention, - for an MLP. None:
             the model's own way, for num_hidden_layers layers.
-        intermediate_size: of an MLP; None: four times the hidden size.
+        intermediate_size: of an MLP; None: see `default_intermediate_size`.
         mlp_gated: down(act(gate) * up), else down(act(up)).
-        num_key_value_heads: None: as many as attention heads.
+        num_attention_heads: None: of 64 channels each. num_key_value_heads: None: as many as attention heads.
         head_dim: of attention; None: hidden_size / num_attention_heads.
         rope_theta: of rotary positions; None: no positions.
         sliding_window: tokens that attention layers see, the newest among them; None: all.
@@ -40,7 +50,7 @@ class DecoderConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     mlp_gated: bool = True
     mlp_bias: bool = False
-    num_attention_heads: int = 12
+    num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     attention_bias: bool = False
@@ -62,7 +72,9 @@ class DecoderConfig(PreTrainedConfig):
             self.pattern = (self.repeated * self.num_hidden_layers)[: self.num_hidden_layers]
         self.num_hidden_layers = len(self.pattern)
         if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
+            self.intermediate_size = default_intermediate_size(self.hidden_size, self.mlp_gated)
+        if self.num_attention_heads is None:
+            self.num_attention_heads = default_heads(self.hidden_size)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -94,7 +106,7 @@ class DecoderConfig(PreTrainedConfig):
 
     def validate_heads(self) -> None:
         """Attention heads share keys in groups of one size."""
-        if self.has_attention and self.num_attention_heads % (self.num_key_value_heads or 1):
+        if self.has_attention and (self.num_attention_heads or 1) % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"

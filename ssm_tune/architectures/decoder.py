@@ -22,11 +22,9 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ssm_tune.architectures.configs import ATTENTION, MIXER, DecoderConfig
-from ssm_tune.architectures.layers import MLP, Attention, draw_linear, make_norm, rotary_positions
+from ssm_tune.architectures.layers import MLP, Attention, ResidualLinear, draw_linear, make_norm, rotary_positions
 from ssm_tune.mixers.documents import PADDING, document_index, mask_labels
 from ssm_tune.mixers.projections import project
-
-_INTO_RESIDUAL = ("out_proj", "o_proj", "down_proj")  # what a layer adds to the residual stream comes out of these
 
 
 class Mixer(nn.Module):
@@ -90,33 +88,29 @@ class DecoderPreTrainedModel(PreTrainedModel):
 
     # Standard deviation of linear layers at birth; None: PyTorch's own rule, which mamba_ssm keeps.
     linear_std: ClassVar[float | None] = None
-    # Names of linear layers at whose output the residual stream is added to, without being scaled down at birth.
-    unscaled: ClassVar[tuple[str, ...]] = ()
-    # Root mean square of what all layers add to the residual stream at birth (measured; see tests).
+    # Root mean square of what all layers add to the residual stream at birth, at least (0.09 to 1.7 at width 768).
     residual_rms: ClassVar[float] = 0.05
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The first values of a module's own parameters; children come before the modules that hold them.
+        """The first values of a module's own parameters.
 
         What adds to the residual is divided by the root of the number of layers (GPT-2's rule, which all these papers
-        use): a block draws it again.
+        use). transformers asks for modules with parameters of their own only.
         """
-        if isinstance(module, nn.Linear | nn.Conv1d):
+        if isinstance(module, ResidualLinear):
+            draw_linear(module, self.linear_std, scale=self.config.num_hidden_layers**-0.5)
+        elif isinstance(module, nn.Linear | nn.Conv1d):
             draw_linear(module, self.linear_std)
         elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=self.config.initializer_range)
+            tied = self.config.tie_word_embeddings
+            std = head_std(self.config, self.residual_rms) if tied else self.config.initializer_range
+            init.normal_(module.weight, std=std)
         elif "Norm" in type(module).__name__:
             init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm):
                 init.zeros_(module.bias)
         elif isinstance(module, Mixer):
             module.draw_parameters()
-        elif isinstance(module, DecoderBlock):
-            for name, linear in module.mixer.named_children():
-                if name in _INTO_RESIDUAL and name not in self.unscaled:
-                    draw_linear(linear, self.linear_std, scale=self.config.num_hidden_layers**-0.5)
-        elif isinstance(module, DecoderForCausalLM):
-            module.draw_head()
 
 
 class DecoderModel(DecoderPreTrainedModel):
@@ -230,13 +224,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.backbone.embeddings = value
 
-    def draw_head(self) -> None:
-        """Embedding and head so that the first loss is near ln V; see `head_std`."""
-        std = head_std(self.config, self.residual_rms)
-        if self.config.tie_word_embeddings:
-            init.normal_(self.backbone.embeddings.weight, std=std)
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.lm_head:
+            init.normal_(module.weight, std=head_std(self.config, self.residual_rms))
         else:
-            init.normal_(self.lm_head.weight, std=std)
+            super()._init_weights(module)
 
     @can_return_tuple
     def forward(

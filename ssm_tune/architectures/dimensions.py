@@ -114,7 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         8,
     ),
 }
-_ALIASES = {"mamba1": "mamba", "falcon-mamba": "falcon_mamba"}
+ALIASES = {"mamba1": "mamba", "falcon-mamba": "falcon_mamba"}
 
 
 def plan_config(section: ModelSection, vocab_size: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
@@ -132,7 +132,8 @@ def plan_config(section: ModelSection, vocab_size: int, tokens: Mapping[str, int
     architecture = _find_architecture(section)
     given = dict(section.dimensions or {})
     mistakes = [
-        f"model.{key} has no meaning for architecture {section.architecture}, which has one kind of layer. Remove it"
+        f"model.{key} has no meaning for architecture {section.architecture}, which has one kind of layer. Remove it, "
+        "or write architecture: hybrid"
         for key in _HYBRID_KEYS
         if getattr(section, key) is not None
     ]
@@ -166,7 +167,7 @@ def plan_config(section: ModelSection, vocab_size: int, tokens: Mapping[str, int
 def _find_architecture(section: ModelSection) -> Architecture:
     if section.architecture is None:
         raise RecipeError(f"model.architecture is missing. It is one of {', '.join(ARCHITECTURES)}.")
-    name = _ALIASES.get(section.architecture, section.architecture)
+    name = ALIASES.get(section.architecture, section.architecture)
     if name not in ARCHITECTURES:
         near = get_close_matches(name, ARCHITECTURES, n=1)
         guess = f" Did you mean {near[0]}?" if near else ""

@@ -64,7 +64,7 @@ class H3Mixer(Mixer):
         self.shift_D = nn.Parameter(torch.zeros(size))
         self.diagonal = DiagonalSystem(self.heads, config.state_size)
         self.D = nn.Parameter(torch.zeros(self.heads))
-        self.out_proj = nn.Linear(size, size)
+        self.out_proj = nn.Linear(size, size)  # begins unscaled in the published code, unlike the MLP's
 
     @torch.no_grad()
     def draw_parameters(self) -> None:
@@ -143,7 +143,6 @@ class H3Model(DecoderModel):
     config_class = H3Config
     mixer_class = H3Mixer
     linear_std = 0.02
-    unscaled = ("out_proj",)  # the published code scales the MLP's and attention's down, not H3's own
 
 
 class H3ForCausalLM(DecoderForCausalLM):
@@ -152,4 +151,3 @@ class H3ForCausalLM(DecoderForCausalLM):
     config_class = H3Config
     backbone_class = H3Model
     linear_std = 0.02
-    unscaled = ("out_proj",)

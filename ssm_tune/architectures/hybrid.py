@@ -8,6 +8,7 @@ from transformers import initialization as init
 
 from ssm_tune.architectures.configs import HybridConfig
 from ssm_tune.architectures.decoder import DecoderForCausalLM, DecoderModel, Mixer
+from ssm_tune.architectures.layers import ResidualLinear
 from ssm_tune.architectures.step_size import draw_step_bias
 from ssm_tune.mixers.mamba import MambaMixer as MambaForward
 
@@ -33,7 +34,7 @@ class MambaMixer(MambaForward, Mixer):
         self.dt_proj = nn.Linear(rank, inner, bias=True)
         self.A_log = nn.Parameter(torch.zeros(inner, config.state_size))
         self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = nn.Linear(inner, config.hidden_size, bias=config.use_bias)
+        self.out_proj = ResidualLinear(inner, config.hidden_size, bias=config.use_bias)
 
     @torch.no_grad()
     def draw_parameters(self) -> None:

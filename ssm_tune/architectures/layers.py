@@ -37,6 +37,10 @@ class LayerNorm(nn.LayerNorm):
         return normed.to(x.dtype)
 
 
+class ResidualLinear(nn.Linear):
+    """A linear layer whose output is added to the residual stream, so that it begins smaller in deeper models."""
+
+
 def make_norm(config: DecoderConfig) -> nn.Module:
     """The norm of a residual layer."""
     kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
@@ -53,7 +57,7 @@ class MLP(nn.Module):
         if config.mlp_gated:
             self.gate_proj = nn.Linear(config.hidden_size, inner, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, config.hidden_size, bias=bias)
+        self.down_proj = ResidualLinear(inner, config.hidden_size, bias=bias)
         self.gated = config.mlp_gated
         self.act = ACT2FN[config.hidden_act]
 
@@ -70,7 +74,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__()
-        assert config.head_dim is not None and config.num_key_value_heads is not None
+        assert config.head_dim and config.num_attention_heads and config.num_key_value_heads
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
@@ -82,7 +86,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
-        self.o_proj = nn.Linear(inner, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = ResidualLinear(inner, config.hidden_size, bias=config.attention_bias)
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from transformers import initialization as init
 from ssm_tune import kernels
 from ssm_tune.architectures.configs import Mamba3Config
 from ssm_tune.architectures.decoder import DecoderForCausalLM, DecoderModel, Mixer
-from ssm_tune.architectures.layers import RMSNorm
+from ssm_tune.architectures.layers import ResidualLinear, RMSNorm
 from ssm_tune.architectures.step_size import draw_step_bias
 from ssm_tune.kernels.mamba3 import Mamba3Inputs, Mamba3State, MimoFactors, mamba3_scan, mamba3_step
 from ssm_tune.mixers.projections import project
@@ -61,7 +61,7 @@ class Mamba3Mixer(Mixer):
         self.D = nn.Parameter(torch.ones(self.num_heads))
         if config.output_norm:
             self.norm = GatedNorm(self.inner, eps=_NORM_EPS, group_size=self.head_dim)
-        self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
+        self.out_proj = ResidualLinear(self.inner, config.hidden_size, bias=False)
 
     @torch.no_grad()
     def draw_parameters(self) -> None:

@@ -208,7 +208,7 @@ def test_a_dimension_overrides_its_size() -> None:
     [
         (ModelSection(), "model.architecture is missing"),
         (section("mamba4", "130m"), "'mamba4' cannot be built from scratch. Did you mean mamba"),
-        (section("jamba", "130m"), "Supported: mamba, mamba2, falcon_mamba"),
+        (section("rwkv", "130m"), "Supported: mamba, mamba2, falcon_mamba"),
         (section("mamba", "135m"), "model.size: mamba has no published size '135m'. It has 130m"),
         (section("mamba"), "model.dimensions.hidden_size is missing"),
         (

@@ -1,0 +1,219 @@
+"""Hybrids and other architectures from a recipe's model section: the right class and layers, and the papers' start."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, softplus
+
+from ssm_tune.architectures import initialize, plan_config
+from ssm_tune.architectures.hybrid_dimensions import NAMES
+from ssm_tune.model import meta_model
+from ssm_tune.recipe import ModelSection, RecipeError
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+SSD = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+SHARED = {"num_key_value_heads": 2}
+
+# One small model of every architecture: the section's keys, and the class that is to come out.
+SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba2 hybrid": (
+        {"architecture": "hybrid", "pattern": "M*M-", "dimensions": {**SMALL, "state_size": 16, "mamba_head_dim": 32}},
+        "NemotronHForCausalLM",
+    ),
+    "mamba hybrid": (
+        {"architecture": "hybrid", "mixer": "mamba", "pattern": "M*M-", "dimensions": SMALL},
+        "HybridForCausalLM",
+    ),
+    "mamba hybrid as jamba": (
+        {"architecture": "hybrid", "mixer": "mamba", "attention_every": 4, "layers": 8, "dimensions": SMALL},
+        "JambaForCausalLM",
+    ),
+    "mamba3 hybrid": (
+        {"architecture": "hybrid", "mixer": "mamba3", "pattern": "M*M-", "dimensions": {**SMALL, "state_size": 16}},
+        "Mamba3ForCausalLM",
+    ),
+    "mamba3": (
+        {"architecture": "mamba3", "dimensions": {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 16}},
+        "Mamba3ForCausalLM",
+    ),
+    "samba": ({"architecture": "samba", "dimensions": {**SMALL, "num_hidden_layers": 4}}, "SambaForCausalLM"),
+    "h3": ({"architecture": "h3", "pattern": "M-*-", "dimensions": {**SMALL, "state_size": 16}}, "H3ForCausalLM"),
+}
+# Those whose order of layers is said by their own dimensions.
+OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "transformer": ({**SMALL, "num_hidden_layers": 2}, "LlamaForCausalLM"),
+    "jamba": (
+        {**SMALL, **SHARED, "num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+        "JambaForCausalLM",
+    ),
+    "nemotron_h": (
+        {
+            **SMALL,
+            **SHARED,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "head_dim": 16,
+        },
+        "NemotronHForCausalLM",
+    ),
+    "zamba2": (
+        {
+            **SMALL,
+            "num_hidden_layers": 4,
+            "n_mamba_heads": 4,
+            "mamba_d_state": 16,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "use_mem_rope": True,
+        },
+        "Zamba2ForCausalLM",
+    ),
+    "bamba": ({**SMALL, **SHARED, **SSD, "num_hidden_layers": 3, "attn_layer_indices": [1]}, "BambaForCausalLM"),
+    "falcon_h1": ({**SMALL, **SHARED, **SSD, "num_hidden_layers": 2, "mamba_d_ssm": 128}, "FalconH1ForCausalLM"),
+    "granitemoehybrid": (
+        {
+            **SMALL,
+            **SHARED,
+            **SSD,
+            "shared_intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "layer_types": ["mamba", "attention"],
+        },
+        "GraniteMoeHybridForCausalLM",
+    ),
+}
+SECTIONS |= {name: ({"architecture": name, "dimensions": given}, cls) for name, (given, cls) in OWN.items()}
+
+
+def plan(**keys: Any) -> Any:
+    return plan_config(ModelSection(**keys), 1000, TOKENS)
+
+
+def new_model(kind: str, seed: int = 0) -> Any:
+    model = meta_model(plan(**SECTIONS[kind][0]))
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(math.nan)  # whatever is not given a value shows
+    model.tie_weights()
+    initialize(model, seed)
+    return model
+
+
+def test_every_architecture_is_tried_here() -> None:
+    assert set(NAMES) == {keys["architecture"] for keys, _ in SECTIONS.values()}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_begins_near_ln_v_with_steps_and_decays_in_their_ranges(kind: str) -> None:
+    state = torch.random.get_rng_state()
+    model = new_model(kind)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert type(model).__name__ == SECTIONS[kind][1]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert not tensor.is_floating_point() or torch.isfinite(tensor).all(), name
+    ids = torch.randint(3, 1000, (4, 33))
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    vocabulary = math.log(model.config.vocab_size)
+    assert abs(loss - vocabulary) < 0.05 * vocabulary
+    mixers = [module for module in model.modules() if "A_log" in module._parameters or "dt_bias" in module._parameters]
+    assert mixers or kind in ("transformer", "h3")
+    for mixer in mixers:
+        assert (mixer.D == 1).all()
+        bias = mixer.dt_proj.bias if "dt_proj" in mixer._modules else mixer.dt_bias
+        steps = softplus(bias)
+        assert steps.min() > 0.00099 and steps.max() < 0.101
+        if "A_log" not in mixer._parameters:  # Mamba-3's A comes out of in_proj
+            continue
+        A = mixer.A_log.exp()
+        if A.dim() == 1:
+            assert A.min() >= 1 and A.max() <= 16 and not torch.allclose(A, torch.arange(1.0, len(A) + 1))
+        else:
+            assert torch.allclose(A, torch.arange(1.0, A.shape[-1] + 1).expand_as(A))
+
+
+@pytest.mark.parametrize("kind", ["mamba2 hybrid", "mamba3 hybrid", "bamba"])
+def test_a_seed_is_a_model(kind: str) -> None:
+    first, again, other = (dict(new_model(kind, seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_what_adds_to_the_residual_begins_smaller_once() -> None:
+    model = new_model("mamba2 hybrid")
+    inner, outer = model.model.layers[1].mixer.q_proj.weight, model.model.layers[1].mixer.o_proj.weight
+    assert 0.4 < outer.std() / inner.std() < 0.6  # one half, for four layers
+    samba = new_model("samba").backbone.layers[2].mixer
+    assert 0.4 < samba.o_proj.weight.std() / samba.q_proj.weight.std() < 0.6
+
+
+def test_published_hybrids() -> None:
+    for size, layers, width in (("megatron-800m", (20, 4, 24), 1024), ("megatron-8b", (24, 4, 28), 4096)):
+        config = plan(architecture="hybrid", size=size)
+        counts = tuple(map(config.hybrid_override_pattern.count, "M*-"))
+        assert counts == layers
+        assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (width, 4 * width, 8)
+        assert (config.mamba_num_heads, config.mamba_head_dim, config.n_groups) == (2 * width // 64, 64, 8)
+        assert (config.ssm_state_size, config.head_dim, config.mlp_hidden_act) == (
+            128,
+            width // config.num_attention_heads,
+            "gelu",
+        )
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "mamba2", "mamba3"])
+def test_layers_by_share_period_and_pattern(mixer: str) -> None:
+    def types(**keys: Any) -> list[str]:
+        config = plan(architecture="hybrid", mixer=mixer, dimensions={"hidden_size": 64}, **keys)
+        return [{"mamba": "linear_attention"}.get(layer, layer) for layer in config.layer_types]
+
+    assert types(layers=48, attention_ratio=0.08, mlp_ratio=0.5).count("full_attention") == 4
+    assert types(pattern="M*M-") == ["linear_attention", "full_attention", "linear_attention", "mlp"]
+    layers = types(layers=16, attention_every=8)
+    kinds = [layer for layer in layers if layer != "mlp"]
+    assert kinds == ["linear_attention"] * 4 + ["full_attention"] + ["linear_attention"] * 3
+    assert plan(architecture="hybrid", mixer=mixer, size="130m", pattern="M*M-").num_hidden_layers == 24
+
+
+WIDE = {"hidden_size": 64}
+UNEVEN = {"hidden_size": 65, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"architecture": "hybrid", "dimensions": {**WIDE, "num_hidden_layers": 4}}, "a hybrid needs its layers"),
+        ({"architecture": "hybrid", "mixer": "mamba4", "pattern": "M"}, "not a mixer of hybrids. Did you mean mamba"),
+        ({"architecture": "mamba3", "mixer": "mamba3", "size": "130m"}, "model.mixer belongs to architecture hybrid"),
+        ({"architecture": "hybrid", "size": "131m", "pattern": "M*"}, "no size '131m'. It has 130m, megatron-800m"),
+        ({"architecture": "hybrid", "pattern": "MX", "dimensions": WIDE}, "other symbols than M"),
+        ({"architecture": "hybrid", "size": "130m", "pattern": "M*M-M"}, "of which 24 is not a multiple"),
+        ({"architecture": "hybrid", "attention_ratio": 0.1, "dimensions": WIDE}, "num_hidden_layers is missing"),
+        (
+            {"architecture": "hybrid", "layers": 8, "attention_ratio": 0.8, "mlp_ratio": 0.5, "dimensions": WIDE},
+            "8 layers cannot be 0.8 attention and 0.5 MLP",
+        ),
+        ({"architecture": "hybrid", "pattern": "M", "dimensions": {"hiden_size": 64}}, "Did you mean hidden_size"),
+        ({"architecture": "hybrid", "pattern": "M", "dimensions": {"hidden_size": 65}}, "multiple of mamba_head_dim"),
+        ({"architecture": "mamba3", "dimensions": UNEVEN}, "multiple of mamba_head_dim"),
+        ({"architecture": "mamba3", "dimensions": {**UNEVEN, "hidden_size": "big"}}, "hidden_size is 'big'; a whole"),
+        ({"architecture": "mamba3", "size": "130m", "dimensions": {"vocab_size": 5}}, "follows the tokenizer"),
+        ({"architecture": "mamba3", "size": "130m", "dimensions": {"pattern": "M"}}, "write model.pattern"),
+        ({"architecture": "transformer", "size": "130m", "attention_every": 4}, "whose order of layers is its own"),
+        ({"architecture": "bamba"}, "model.dimensions.hidden_size is missing"),
+        ({"architecture": "hybryd", "size": "130m"}, "Did you mean hybrid"),
+    ],
+)
+def test_mistakes_are_said(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan(**keys)
+    assert said in str(caught.value)
