@@ -133,5 +133,5 @@ def print_start(
     table.add_row("steps", steps)
     table.add_row("output", str(output))
     for number, line in enumerate(defaults):
-        table.add_row("" if number else "defaults", line)
+        table.add_row("" if number else "notes", line)
     console.print(table)

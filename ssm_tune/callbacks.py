@@ -53,6 +53,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.received: int | None = None
         self.training = False
+        self.steps = 0  # that ended in this process
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnSignal:
@@ -87,6 +88,7 @@ class StopOnSignal(TrainerCallback):
         self.training = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.steps += 1
         if self.received is not None:
             control.should_save = True
             control.should_training_stop = True
@@ -208,8 +210,14 @@ class ProgressBar(TrainerCallback):
     ) -> None:
         self.close()
 
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()  # also when training ends by an exception
+
     def close(self) -> None:
-        """Stop drawing: also when training ends by an exception."""
+        """Stop drawing."""
         if self.bar:
             self.bar.stop()
             self.bar = None

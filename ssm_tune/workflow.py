@@ -9,13 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,12 +22,14 @@ from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndRes
 from ssm_tune.closing import close_run
 from ssm_tune.data import Collator, PreparedData, prepare_data, training_texts
 from ssm_tune.families import family_of, refusals
+from ssm_tune.faults import told
 from ssm_tune.kernels import kernel_report, set_kernel_order
 from ssm_tune.mixers import patch_model
 from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
 from ssm_tune.outputs.run import Run
 from ssm_tune.recipe import Recipe, RecipeError
-from ssm_tune.run_folder import COMPLETE, RUNNING, STOPPED, RunFolder, Stopped, is_disk_full
+from ssm_tune.run_folder import RUNNING, RunFolder, Stopped
+from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
 from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
@@ -137,18 +136,38 @@ def tune(
 def _train(job: Job) -> Run:
     with StopOnSignal() as signals:
         folder = RunFolder.create(job.output_dir, resume=job.resume) if job.is_main else RunFolder(job.output_dir)
-        with _told(job, folder, signals):
+        with job.bar, told(folder, signals, resumed=job.resume, is_main=job.is_main):
             checkpoint = folder.last_checkpoint() if job.resume else None
             if job.is_main:
                 _write_recipe(job, folder)
-            set_kernel_order(job.recipe.kernels.order, job.recipe.kernels.required)
+            _choose_kernels(job.recipe)
             tokenizer, data, arguments, defaults = _prepare(job)
             model = _build_model(job, folder, tokenizer)
             trainer = _build_trainer(job, folder, model, tokenizer, data, arguments, checkpoint, signals)
+            checked = _check_itself(job.recipe, trainer, packing=_is_packed(job))
             if job.is_main:
-                _announce(job, folder, trainer, data, defaults)
+                _announce(job, folder, trainer, data, [*defaults, *checked])
             _fit(trainer, folder, checkpoint, signals)
             return close_run(trainer, folder, job.recipe, job.task, data)
+
+
+def _choose_kernels(recipe: Recipe) -> None:
+    try:
+        set_kernel_order(recipe.kernels.order, recipe.kernels.required)
+    except ValueError as error:
+        raise RecipeError(f"{recipe.source or 'recipe'}: {error}") from error
+
+
+def _is_packed(job: Job) -> bool:
+    return bool(job.recipe.training.get("packing", job.task == "pretrain"))
+
+
+def _check_itself(recipe: Recipe, trainer: SSMTrainer, *, packing: bool) -> list[str]:
+    """The self-check's findings, for the table at start; sharded models are not on one device to be checked."""
+    if not recipe.kernels.self_check or trainer.is_fsdp_enabled:
+        return []
+    found = check_model(trainer.model, trainer.accelerator.autocast, isolate=packing and recipe.data.isolate)
+    return ["self-check: " + ", ".join(f"{name} {difference:.0e}" for name, difference in found.items())]
 
 
 def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
@@ -163,7 +182,7 @@ def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig
     else:
         config = None
     tokenizer = _find_tokenizer(job, config)
-    packing = recipe.training.get("packing", job.task == "pretrain")
+    packing = _is_packed(job)
     if config is not None:
         _check_model(job, config, packing and recipe.data.isolate)
     data = prepare_data(
@@ -267,7 +286,7 @@ def _build_trainer(
     checkpoint: Path | None,
     signals: StopOnSignal,
 ) -> SSMTrainer:
-    packing = job.recipe.training.get("packing", job.task == "pretrain")
+    packing = _is_packed(job)
     _switch_off_router_loss(model.config, arguments)
     disable_progress_bar()  # transformers' own, for every file that a checkpoint writes
     start = StartAndResume(checkpoint)
@@ -340,42 +359,3 @@ def _fit(trainer: SSMTrainer, folder: RunFolder, checkpoint: Path | None, signal
             f"is in {folder.checkpoints}. The same command with --resume goes on.",
             signals.exit_code,
         )
-
-
-@contextmanager
-def _told(job: Job, folder: RunFolder, signals: StopOnSignal) -> Iterator[None]:
-    """What an error leaves: nothing before the first step of a new run, a resumable folder after it."""
-    try:
-        yield
-    except BaseException as error:
-        error_ = _translate(error, folder, signals)
-        if job.is_main:
-            begun = job.resume or bool(folder.list_checkpoints()) or (folder.path / "metrics.jsonl").exists()
-            state = folder.read_state()
-            if state is not None and state["status"] == COMPLETE:
-                pass  # what failed came after training
-            elif begun and state is not None:
-                folder.write_state(STOPPED, reason=str(error_))
-            elif not begun:
-                folder.discard()
-        if error_ is error:
-            raise
-        raise error_ from error
-    finally:
-        job.bar.close()
-
-
-def _translate(error: BaseException, folder: RunFolder, signals: StopOnSignal) -> BaseException:
-    """Signals, a full disk and a full memory in the user's words."""
-    if isinstance(error, KeyboardInterrupt) and signals.received is not None:
-        found = folder.list_checkpoints()
-        kept = f"--resume goes on from {found[-1].name}" if found else "no checkpoint was written yet"
-        return Stopped(f"interrupted by {signal.Signals(signals.received).name}; {kept}.", signals.exit_code)
-    if isinstance(error, torch.OutOfMemoryError):
-        return RecipeError(
-            "out of memory: lower training.per_device_train_batch_size (with gradient_accumulation_steps raised) or "
-            f"max_length, or set training.gradient_checkpointing: true. {str(error).splitlines()[0]}"
-        )
-    if isinstance(error, OSError | RuntimeError) and not isinstance(error, Stopped) and is_disk_full(error):
-        return Stopped(f"the disk is full: {folder.path} could not be written. Free some space and use --resume.")
-    return error
