@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from ssm_tune.outputs import tasks as own_tasks
 from ssm_tune.outputs.generate import compute_scope, evaluating
+from ssm_tune.outputs.tasks.lengths import counting_with
 from ssm_tune.recipe import RecipeError
 
 
@@ -30,9 +32,10 @@ def evaluate_model(
     """Results of lm-eval tasks in lm-eval's own schema, without the single samples.
 
     Args:
-        tasks: names of lm-eval tasks, in a list or with commas.
+        tasks: names of lm-eval tasks, or of this package's own (see `outputs.tasks`), in a list or with commas.
         limit: rows of each task (from 1), or a share of them (below 1); None: all.
-        max_length: longest context in tokens; None: the model's own, and 2048 for a model that knows no limit.
+        max_length: longest context in tokens; None: what this package's own tasks need, else the model's own, and 2048
+            for a model that knows no limit.
         include_path: a folder with further task files; if all tasks are in it, lm-eval's own are not even read.
         allow_code_execution: let tasks run the code that the model writes.
 
@@ -54,13 +57,13 @@ def evaluate_model(
     from lm_eval.utils import handle_non_serializable
 
     manager = _task_manager(names, include_path)
-    with evaluating(model), compute_scope(model):
+    with evaluating(model), compute_scope(model), counting_with(tokenizer):
         language_model = HFLM(
             pretrained=model,
             tokenizer=tokenizer,
             backend="causal",
             batch_size=batch_size,
-            max_length=max_length,
+            max_length=own_tasks.context_needed(names) if max_length is None else max_length,
             device=str(next(model.parameters()).device),
         )
         results = simple_evaluate(
@@ -80,15 +83,15 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Any:
     """Knows the tasks. Reading lm-eval's own takes ten seconds, so that a folder which has them all is read alone."""
     from lm_eval.tasks import TaskManager
 
+    folders = [str(own_tasks.FOLDER)]
     if include_path is not None:
         if not Path(include_path).is_dir():
             raise RecipeError(f"include_path: there is no folder {include_path}.")
-        manager = TaskManager(include_path=str(include_path), include_defaults=False)
-        if not manager_lacks(manager, names):
-            return manager
-        manager = TaskManager(include_path=str(include_path))
-    else:
-        manager = TaskManager()
+        folders.append(str(include_path))
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if not manager_lacks(manager, names):
+        return manager
+    manager = TaskManager(include_path=folders)
     missing = manager_lacks(manager, names)
     if missing:
         mistakes = []
