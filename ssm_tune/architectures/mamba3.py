@@ -79,19 +79,19 @@ class Mamba3Mixer(Mixer):
         inputs = self._split(project(self.in_proj, x))
         mimo = self._mimo()
         fused = inputs._replace(z=None) if self.config.output_norm else inputs
-        weights = (self.B_bias, self.C_bias, self.D)
+        weights = {"B_bias": self.B_bias, "C_bias": self.C_bias, "D": self.D, "mimo": mimo}
         state = _read_state(cache, self.layer_idx, inputs, self.rank)
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             token = Mamba3Inputs(*(None if part is None else part[:, 0] for part in fused))
-            y, state = mamba3_step(token, *weights, state, mimo)
+            y, state = mamba3_step(token, **weights, state=state)
             y = y[:, None]
         else:
             chunk = self.config.chunk_size
             options = {"chunk_size": chunk, "seq_idx": seq_idx, "initial_state": state}
             if cache is None:
-                y = mamba3_scan(fused, *weights, mimo, **options)
+                y = mamba3_scan(**fused._asdict(), **weights, **options)
             else:
-                y, state = mamba3_scan(fused, *weights, mimo, **options, return_final_state=True)
+                y, state = mamba3_scan(**fused._asdict(), **weights, **options, return_final_state=True)
         if cache is not None:
             _write_state(cache, self.layer_idx, state)
         if self.config.output_norm:

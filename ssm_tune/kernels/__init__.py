@@ -7,6 +7,7 @@ Works on tensors alone: knows nothing of recipes, families or models. Accumulate
 
 from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, set_kernel_order
 from ssm_tune.kernels.conv import causal_conv1d, causal_conv1d_step
+from ssm_tune.kernels.mamba3 import mamba3_scan, mamba3_step
 from ssm_tune.kernels.norm import gated_rms_norm, rms_norm
 from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
 from ssm_tune.kernels.ssd import ssd_scan, ssd_step
@@ -18,6 +19,8 @@ __all__ = [
     "causal_conv1d_step",
     "gated_rms_norm",
     "kernel_report",
+    "mamba3_scan",
+    "mamba3_step",
     "rms_norm",
     "selective_scan",
     "selective_scan_step",

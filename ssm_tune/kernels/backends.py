@@ -78,6 +78,11 @@ BACKENDS = (
     Backend("ssd_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("ssd_step", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
     Backend("ssd_step", "reference", "reference", cost=_SEVERAL_KERNELS),
+    Backend("mamba3_scan", "mamba_ssm", "mamba3_triton", _CUDA, "mamba_ssm", _TRITON),
+    Backend(
+        "mamba3_scan", "chunked", "mamba3_chunked", cost="chunks of matrix products in PyTorch, several times slower"
+    ),
+    Backend("mamba3_scan", "reference", "mamba3_reference", cost=_TOKEN_BY_TOKEN),
     Backend("causal_conv1d", "numba", "cpu_conv", _CPU, "numba", _NUMBA),
     Backend("causal_conv1d", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
     Backend("causal_conv1d", "gathered", "conv_gathered", cost="several passes over the row, about 5 times slower"),

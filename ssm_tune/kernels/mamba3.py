@@ -48,30 +48,30 @@ class MimoFactors(NamedTuple):
 
 
 class Mamba3Inputs(NamedTuple):
-    """Everything of a row of tokens that comes out of in_proj, prepared.
-
-    Attributes:
-        x, z: (batch, length, heads, head_dim); z None: no gate.
-        B, C: (batch, length, rank, groups, state), normed, without their biases.
-        dt: (batch, length, heads), step sizes, positive, float32. A: the same shape, negative, float32.
-        trap: (batch, length, heads), before the sigmoid. angles: (batch, length, angles), before the tanh.
-    """
+    """Everything of tokens that comes out of in_proj, prepared: see `mamba3_scan`; for one token without the length."""
 
     x: Tensor
-    z: Tensor | None
-    B: Tensor
-    C: Tensor
     dt: Tensor
     A: Tensor
     trap: Tensor
+    B: Tensor
+    C: Tensor
     angles: Tensor
+    z: Tensor | None
 
 
 def mamba3_scan(
-    inputs: Mamba3Inputs,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    trap: Tensor,
+    B: Tensor,
+    C: Tensor,
+    angles: Tensor,
     B_bias: Tensor,
     C_bias: Tensor,
     D: Tensor,
+    z: Tensor | None = None,
     mimo: MimoFactors | None = None,
     *,
     chunk_size: int = 64,
@@ -82,7 +82,10 @@ def mamba3_scan(
     """A row of tokens through Mamba-3's recurrence, times silu(z) where there is a gate.
 
     Args:
-        inputs: see `Mamba3Inputs`; heads are a multiple of groups.
+        x, z: (batch, length, heads, head_dim).
+        dt: (batch, length, heads), step sizes, positive, float32. A: the same shape, negative, float32.
+        trap: (batch, length, heads), before the sigmoid. angles: (batch, length, angles), before the tanh.
+        B, C: (batch, length, rank, groups, state), normed, without their biases; heads are a multiple of groups.
         B_bias, C_bias: (heads, rank, state). D: (heads,).
         mimo: the factors of MIMO; None: SISO, of rank 1. SISO turns channels (2i, 2i + 1) together, MIMO
             (i, i + state / 2), as the published kernels do, so that published weights mean the same.
@@ -96,19 +99,29 @@ def mamba3_scan(
 
     Raises:
         ValueError: shapes that do not belong together.
+        KernelError: kernels are required and only a fallback can serve this call.
     """
+    inputs = Mamba3Inputs(x, dt, A, trap, B, C, angles, z)
     _check_shapes(inputs, B_bias, C_bias, D, mimo, seq_idx)
-    arguments = {
-        "chunk_size": chunk_size,
-        "seq_idx": seq_idx,
-        "initial_state": initial_state,
-        "return_final_state": return_final_state,
-    }
-    from ssm_tune.kernels import mamba3_chunked, mamba3_triton
-
-    if mamba3_triton.can_serve(inputs, mimo):
-        return mamba3_triton.mamba3_scan(inputs, B_bias, C_bias, D, **arguments)
-    return mamba3_chunked.mamba3_scan(inputs, B_bias, C_bias, D, mimo, **arguments)
+    return backends.call(
+        "mamba3_scan",
+        x,
+        dt,
+        A,
+        trap,
+        B,
+        C,
+        angles,
+        B_bias,
+        C_bias,
+        D,
+        z,
+        mimo,
+        chunk_size=chunk_size,
+        seq_idx=seq_idx,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+    )
 
 
 def mamba3_step(

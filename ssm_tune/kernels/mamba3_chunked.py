@@ -41,10 +41,17 @@ class _Row(NamedTuple):
 
 
 def mamba3_scan(
-    inputs: Mamba3Inputs,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    trap: Tensor,
+    B: Tensor,
+    C: Tensor,
+    angles: Tensor,
     B_bias: Tensor,
     C_bias: Tensor,
     D: Tensor,
+    z: Tensor | None = None,
     mimo: MimoFactors | None = None,
     *,
     chunk_size: int = 64,
@@ -53,8 +60,9 @@ def mamba3_scan(
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
     """As `kernels.mamba3.mamba3_scan`."""
-    with torch.autocast(inputs.x.device.type, enabled=False):
-        batch, length = inputs.x.shape[:2]
+    inputs = Mamba3Inputs(x, dt, A, trap, B, C, angles, z)
+    with torch.autocast(x.device.type, enabled=False):
+        batch, length = x.shape[:2]
         starts, padding = starts_and_padding(seq_idx, batch, length, inputs.x.device)
         before = empty_state(inputs) if initial_state is None else initial_state
         wide = before.ssm.dtype

@@ -13,10 +13,17 @@ from ssm_tune.kernels.reference import starts_and_padding
 
 
 def mamba3_scan(
-    inputs: Mamba3Inputs,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    trap: Tensor,
+    B: Tensor,
+    C: Tensor,
+    angles: Tensor,
     B_bias: Tensor,
     C_bias: Tensor,
     D: Tensor,
+    z: Tensor | None = None,
     mimo: MimoFactors | None = None,
     *,
     chunk_size: int = 64,
@@ -25,7 +32,8 @@ def mamba3_scan(
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
     """As `kernels.mamba3.mamba3_scan`."""
-    batch, length = inputs.x.shape[:2]
+    inputs = Mamba3Inputs(x, dt, A, trap, B, C, angles, z)
+    batch, length = x.shape[:2]
     starts, padding = starts_and_padding(seq_idx, batch, length, inputs.x.device)
     state = empty_state(inputs) if initial_state is None else initial_state
     outputs = []

@@ -1,52 +1,63 @@
-"""Mamba-3's scan on mamba-ssm's Triton kernel: SISO, CUDA, bfloat16. Imported only when such a call comes."""
+"""Mamba-3's scan on mamba_ssm's Triton kernel: SISO, CUDA, bfloat16."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
 from torch import Tensor
 
+from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.mamba3 import Mamba3Inputs, Mamba3State, MimoFactors, empty_state
 from ssm_tune.kernels.reference import starts_and_padding
-
-logger = logging.getLogger(__name__)
 
 _LARGEST = 2**31 - 1  # the kernel counts elements in 32 bits
 
 
-def can_serve(inputs: Mamba3Inputs, mimo: MimoFactors | None) -> bool:
-    """Whether the kernel computes this call, and as precisely as the inputs are: it rounds them to bfloat16."""
-    if mimo is not None or inputs.x.device.type != "cuda" or inputs.x.dtype != torch.bfloat16:
-        return False
+def _check(inputs: Mamba3Inputs, mimo: MimoFactors | None) -> None:
+    """Raise Unsupported for what the kernel does not compute, or less precisely than the inputs are."""
+    if mimo is not None:
+        raise Unsupported("it is for SISO; MIMO's kernel needs TileLang and is not used")
+    if inputs.x.dtype != torch.bfloat16:
+        raise Unsupported(f"it rounds everything to bfloat16, and x is {str(inputs.x.dtype).removeprefix('torch.')}")
     heads, head_dim = inputs.x.shape[2:]
     state, angles = inputs.B.shape[4], inputs.angles.shape[-1]
-    fits = _is_power_of_two(head_dim) and _is_power_of_two(state) and min(head_dim, state) >= 16 and angles % 2 == 0
-    tokens = inputs.x.shape[0] * inputs.x.shape[1]
-    return fits and tokens * heads * max(head_dim, state) <= _LARGEST and _kernel() is not None
+    if not (_is_power_of_two(head_dim) and _is_power_of_two(state)) or min(head_dim, state) < 16 or angles % 2:
+        raise Unsupported(
+            f"head_dim {head_dim} and state {state} must be powers of two from 16 on, and the {angles} angles even"
+        )
+    if inputs.x.shape[0] * inputs.x.shape[1] * heads * max(head_dim, state) > _LARGEST:
+        raise Unsupported("it counts elements in 32 bits, and there are more in this batch")
 
 
 def mamba3_scan(
-    inputs: Mamba3Inputs,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    trap: Tensor,
+    B: Tensor,
+    C: Tensor,
+    angles: Tensor,
     B_bias: Tensor,
     C_bias: Tensor,
     D: Tensor,
+    z: Tensor | None = None,
+    mimo: MimoFactors | None = None,
     *,
     chunk_size: int = 64,
     seq_idx: Tensor | None = None,
     initial_state: Mamba3State | None = None,
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Mamba3State]:
-    """As `kernels.mamba3.mamba3_scan`, for calls that `can_serve` allows.
+    """As `kernels.mamba3.mamba3_scan`.
 
     With seq_idx the real tokens of all rows are laid end to end, each document a sequence of its own: this waits for
     the device once, to know their number, and computes nothing for padding.
     """
-    with torch.autocast("cuda", enabled=False):
+    inputs = Mamba3Inputs(x, dt, A, trap, B, C, angles, z)
+    _check(inputs, mimo)
+    with torch.autocast(x.device.type, enabled=False):
         if seq_idx is None:
             result = _call(inputs, B_bias, C_bias, D, initial_state, None, return_final_state)
             return (result[0], _as_state(result[1:])) if return_final_state else result
@@ -107,9 +118,7 @@ def _call(
 ) -> Any:
     heads = inputs.x.shape[2]
     states = None if state is None else (state.angle, state.ssm, state.k.squeeze(1), state.x)
-    kernel = _kernel()
-    assert kernel is not None
-    return kernel(
+    return mamba3_siso_combined(
         Q=inputs.C.squeeze(2),
         K=inputs.B.squeeze(2),
         V=inputs.x,
@@ -139,16 +148,3 @@ def _like(rows: Tensor, part: Tensor) -> Tensor:
 
 def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any] | None:
-    """mamba-ssm's kernel; None, and why, if it cannot be imported."""
-    try:
-        module = importlib.import_module("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
-    except (ImportError, OSError, RuntimeError) as error:
-        logger.warning(
-            "Mamba-3 runs in PyTorch, several times slower than mamba-ssm's kernel, which cannot be imported: %s", error
-        )
-        return None
-    return module.mamba3_siso_combined

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssm_tune.kernels import reference
+from ssm_tune.kernels import mamba3_reference, reference
 
 # A kernel that is wrong is wrong by far more, and one that is right in bfloat16 or TF32 by less.
 _TOLERANCE = 0.05
@@ -31,7 +31,8 @@ def run_trial(operation: str, function: Callable[..., Any], device: torch.device
     # A trial may be asked for inside a user's no_grad, inference_mode or autocast, whose effects it must not take on.
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         args, kwargs, wide = _arguments(operation)
-        expected = _results(getattr(reference, operation), args, kwargs, wide, torch.device("cpu"), torch.float32)
+        truth = mamba3_reference if operation == "mamba3_scan" else reference
+        expected = _results(getattr(truth, operation), args, kwargs, wide, torch.device("cpu"), torch.float32)
         found = _results(function, args, kwargs, wide, device, dtype)
     for name in expected:
         difference = (found[name].float().cpu() - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
@@ -69,6 +70,13 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
             tensors["state"] = normal(batch, heads, 64, 64)
         tensors |= {"D": normal(heads), "dt_bias": normal(heads)}
         return tensors, packed if operation == "ssd_scan" else {}, wide
+    if operation == "mamba3_scan":
+        tensors = {"x": normal(batch, length, heads, 64), "dt": normal(batch, length, heads).exp()}
+        tensors |= {"A": -normal(batch, length, heads).exp(), "trap": normal(batch, length, heads)}
+        tensors |= {name: normal(batch, length, 1, groups, 64) for name in ("B", "C")}
+        tensors |= {"angles": normal(batch, length, 16), "B_bias": normal(heads, 1, 64), "C_bias": normal(heads, 1, 64)}
+        tensors |= {"D": normal(heads), "z": normal(batch, length, heads, 64)}
+        return tensors, packed, wide | {"dt", "B_bias", "C_bias"}
     if operation == "causal_conv1d":
         return {"x": normal(batch, length, dim), "weight": normal(dim, width), "bias": normal(dim)}, packed, set()
     if operation == "causal_conv1d_step":
