@@ -115,6 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
     push.add_argument("repo", metavar="REPO", help="owner/name")
     push.add_argument("--merged", action="store_true", help="the merged model instead of the adapter")
     push.add_argument("--public", action="store_true")
+    _add_serve(command("serve", run_serve, "answer OpenAI's and Megatron's requests over HTTP, with a chat page"))
+    _add_chat(command("chat", run_chat, "talk to a server in the terminal"))
+    convert = command("convert", run_convert, "write a checkpoint in another layout, its numbers untouched")
+    convert.add_argument("source", metavar="SRC", help="a folder or a Hub name, in any layout")
+    convert.add_argument("target", metavar="DST", type=Path, help="a new folder")
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help="hf, state-spaces or mistral")
+    convert.add_argument("--dtype", help="of the weights (default: as they are)")
+    convert.add_argument("--revision", help="of a Hub repository")
     return parser
 
 
@@ -173,6 +181,41 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-fewshot", type=int, metavar="N")
     parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="further lm-eval task files")
     parser.add_argument("--allow-code-execution", action="store_true", help="let tasks run the code a model writes")
+
+
+_LIMITS = {
+    "name": str,
+    "max_batch": int,
+    "max_queue": int,
+    "max_body_bytes": int,
+    "max_prompt_tokens": int,
+    "max_new_tokens": int,
+    "timeout": float,
+    "body_timeout": float,
+    "drain": float,
+}
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN|MODEL", help="a run folder, a model folder or a Hub name")
+    parser.add_argument("--host", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("--port", type=int, help="default: 6000")
+    parser.add_argument("--token", help="what clients must send; also taken from the environment: SSM_TUNE_TOKEN")
+    for name, kind in _LIMITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="TEXT" if kind is str else "N")
+
+
+_REQUEST = {"max_tokens": int, **{name: kind for name, kind in _SAMPLING.items() if name != "max_new_tokens"}}
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:6000")
+    parser.add_argument("--token", help="also taken from the environment: SSM_TUNE_TOKEN")
+    parser.add_argument("--system", metavar="TEXT", help="what the assistant is told first")
+    parser.add_argument("--plain", action="store_true", help="continue texts, for models without a chat template")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="a text that ends an answer; may be repeated")
+    for name, kind in _REQUEST.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
 
 
 def run_training(arguments: argparse.Namespace) -> int | None:
@@ -247,6 +290,31 @@ def run_push(arguments: argparse.Namespace) -> None:
 
     what = "merged" if arguments.merged else "adapter"
     print(Run.load(arguments.source).push(arguments.repo, private=not arguments.public, what=what))
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    from ssm_tune.outputs.serve import start_server
+
+    settings = _given(arguments, "host", "port", *_LIMITS)
+    return start_server(arguments.source, token=_token(arguments), **settings)
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    from ssm_tune.outputs.chat import start_chat
+
+    settings = _given(arguments, "system", "plain", "stop", *_REQUEST)
+    return start_chat(arguments.url, token=_token(arguments), **settings)
+
+
+def run_convert(arguments: argparse.Namespace) -> None:
+    from ssm_tune.conversion import convert
+
+    keys = _given(arguments, "to", "dtype", "revision")
+    print(convert(arguments.source, arguments.target, **keys))
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    return arguments.token or os.environ.get("SSM_TUNE_TOKEN")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -59,7 +59,10 @@ def test_importing_and_help_import_nothing_heavy() -> None:
     assert "sft" in result.stdout and "exit codes" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["sft", "pretrain", "validate", "recipes", "generate", "merge", "eval", "push"])
+COMMANDS = "sft pretrain validate recipes generate merge eval push serve chat convert"
+
+
+@pytest.mark.parametrize("command", COMMANDS.split())
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
@@ -209,6 +212,56 @@ def test_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         gone.handle = handle  # type: ignore[attr-defined]
         monkeypatch.setattr(sys, "stdout", gone)
         assert cli.main(["recipes", "ls"]) == 141
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "expected"),
+    [
+        (
+            "serve RUN --port 7000 --max-batch 4 --timeout 2.5",
+            "ssm_tune.outputs.serve.start_server",
+            (("RUN",), {"port": 7000, "max_batch": 4, "timeout": 2.5, "token": "secret"}),
+        ),
+        (
+            "chat http://127.0.0.1:6000 --plain --stop a --stop b --max-tokens 5 --temperature 0.5",
+            "ssm_tune.outputs.chat.start_chat",
+            (
+                ("http://127.0.0.1:6000",),
+                {"plain": True, "stop": ["a", "b"], "max_tokens": 5, "temperature": 0.5, "token": "secret"},
+            ),
+        ),
+        (
+            "convert SRC DST --to state-spaces --dtype bfloat16",
+            "ssm_tune.conversion.convert",
+            (("SRC", Path("DST")), {"to": "state-spaces", "dtype": "bfloat16"}),
+        ),
+        ("merge RUN --dtype float32", "ssm_tune.outputs.merge.merge_run", (("RUN", None), {"dtype": "float32"})),
+    ],
+)
+def test_options_reach_the_function_and_only_those_written(
+    monkeypatch: pytest.MonkeyPatch, words: str, function: str, expected: tuple[Any, ...]
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setenv("SSM_TUNE_TOKEN", "secret")
+    monkeypatch.setattr(function, lambda *given, **named: calls.append((given, named)))
+    assert cli.main(words.split()) == 0
+    assert calls == [expected]
+
+
+def test_generate_passes_its_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("ssm_tune.outputs.run.load_source", lambda source: (f"model of {source}", "tokenizer"))
+
+    def generate_text(*given: Any, **named: Any) -> str:
+        calls.append((given, named))
+        return "an answer"
+
+    monkeypatch.setattr("ssm_tune.outputs.generate.generate_text", generate_text)
+    words = ["--max-new-tokens", "3", "--temperature", "0", "--seed", "1", "--no-chat", "--stop", "x"]
+    assert cli.main(["generate", "RUN", "--prompt", "a = b", *words]) == 0
+    settings = {"max_new_tokens": 3, "temperature": 0.0, "seed": 1, "chat": False, "stop": ["x"]}
+    assert calls == [(("model of RUN", "tokenizer", "a = b"), settings)]
+    assert capsys.readouterr().out == "an answer\n"
 
 
 # --- validate ------------------------------------------------------------------------------------------------------
