@@ -1,0 +1,226 @@
+"""The kernels for a GPU, on a GPU, against the float64 reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparison import DOCUMENTS, assert_equals_reference, conv_tensors, draw, scan_tensors, seq_idx_of, ssd_tensors
+from torch import Tensor
+
+from ssm_tune import kernels
+from ssm_tune.kernels import backends, reference
+
+pytestmark = pytest.mark.gpu
+
+WIDE = ("A", "D", "dt_bias", "initial_state")
+# Of float32: exact kernels; products in TF32 (unless TRITON_F32_DEFAULT=ieee). Of bfloat16: inputs and outputs rounded.
+EXACT, TF32, BFLOAT16 = 2e-5, 2e-5 if os.environ.get("TRITON_F32_DEFAULT") == "ieee" else 3e-3, 2e-2
+# Padding inside a document, which the convolution's kernel cannot reach over.
+GAPS = "padding on both sides and between"
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def required_kernels() -> Iterator[None]:
+    """A fallback is an error: what passes here was computed by the kernels."""
+    kernels.set_kernel_order(None, required=True)
+    yield
+    kernels.set_kernel_order(None)
+
+
+def test_every_operation_has_its_kernel() -> None:
+    for choice in kernels.kernel_report("cuda"):
+        assert choice.backend in ("mamba_ssm", "causal_conv1d"), choice
+        assert choice.reason == "", choice
+
+
+def scan_without_state_gradient(return_final_state: bool, **given: Any) -> tuple[Tensor, Tensor]:
+    """The scan's output with its gradients; its final state with the reference's, since the kernel gives none."""
+    y = kernels.selective_scan(**given)
+    with torch.no_grad():
+        state = kernels.selective_scan(**given, return_final_state=True)[1]
+    exact = reference.selective_scan(**given, return_final_state=True)[1]
+    return y, exact + (state - exact.detach())
+
+
+@both_dtypes
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_selective_scan(documents: str, dtype: torch.dtype) -> None:
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    settings = {"seq_idx": seq_idx_of(documents), "wide": WIDE, "device": "cuda"}
+    tensors = scan_tensors(dim=64)
+    assert_equals_reference("selective_scan", scan_without_state_gradient, tensors, dtype, tolerance, **settings)
+
+
+@pytest.mark.parametrize("without", [("initial_state",), ("z", "initial_state"), ("D",), ("D", "z", "dt_bias")])
+@pytest.mark.parametrize("length", [1, 67, 2049, 4100])
+def test_selective_scan_with_optional_arguments(length: int, without: tuple[str, ...]) -> None:
+    tensors = scan_tensors(length=length, dim=24, without=without)
+    seq_idx = torch.arange(length).div(400, rounding_mode="floor").int().expand(2, -1).contiguous()
+    settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda"}
+    if length > 100:
+        seq_idx[:, -5:] = -1
+    assert_equals_reference("selective_scan", scan_without_state_gradient, tensors, torch.float32, EXACT, **settings)
+
+
+@both_dtypes
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_ssd_scan(documents: str, dtype: torch.dtype) -> None:
+    tolerance = TF32 if dtype == torch.float32 else BFLOAT16
+    settings = {"seq_idx": seq_idx_of(documents), "wide": WIDE, "device": "cuda", "chunk_size": 32}
+    tensors = ssd_tensors(heads=4, head_dim=64, groups=2, state=64)
+    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, dtype, tolerance, **settings)
+
+
+@pytest.mark.parametrize("without", [("initial_state",), ("D", "dt_bias", "initial_state"), ()])
+@pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (0.01, 0.2)])
+@pytest.mark.parametrize("length", [1, 300, 1025])
+def test_ssd_scan_over_several_chunks(length: int, without: tuple[str, ...], dt_limit: tuple[float, float]) -> None:
+    tensors = ssd_tensors(length=length, heads=4, head_dim=64, groups=1, state=128, without=without)
+    seq_idx = torch.arange(length).div(120, rounding_mode="floor").int().expand(2, -1).contiguous()
+    settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda", "dt_limit": dt_limit}
+    if length > 100:
+        seq_idx[:, -5:] = -1
+    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, **settings)
+
+
+def test_ssd_scan_in_pieces_with_the_state_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ssm_tune.kernels import mamba_ssm_ssd
+
+    tensors = ssd_tensors(length=1000, heads=4, head_dim=64, groups=1, state=64)
+    seq_idx = torch.arange(1000).div(300, rounding_mode="floor").int().expand(2, -1).contiguous()
+    settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda"}
+    monkeypatch.setattr(mamba_ssm_ssd, "_piece_that_fits", lambda *inputs: (1, 256))
+    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, **settings)
+
+
+@both_dtypes
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("documents", [name for name in DOCUMENTS if name != GAPS])
+def test_causal_conv1d(documents: str, activation: str | None, dtype: torch.dtype) -> None:
+    seq_idx = seq_idx_of(documents)
+    tensors = conv_tensors(dim=64, without=() if seq_idx is None else ("initial_state",))
+    settings = {"activation": activation, "seq_idx": seq_idx, "device": "cuda"}
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    assert_equals_reference("causal_conv1d", kernels.causal_conv1d, tensors, dtype, tolerance, **settings)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 130])
+def test_causal_conv1d_of_any_length_and_width(length: int, width: int) -> None:
+    tensors = conv_tensors(length=length, dim=16, width=width)
+    assert_equals_reference("causal_conv1d", kernels.causal_conv1d, tensors, torch.float32, EXACT, device="cuda")
+
+
+def test_causal_conv1d_of_a_part_of_a_wider_projection() -> None:
+    weight, wide = draw(16, 4).float().cuda(), draw(2, 9, 43).float().cuda()
+    for first in (0, 3):
+        part = wide[..., first : first + 16]
+        torch.testing.assert_close(kernels.causal_conv1d(part, weight), reference.causal_conv1d(part, weight))
+
+
+def test_padding_inside_a_document_goes_to_pytorch() -> None:
+    kernels.set_kernel_order(None)
+    tensors = conv_tensors(dim=16, without=("initial_state",))
+    settings = {"seq_idx": seq_idx_of(GAPS), "device": "cuda"}
+    assert_equals_reference("causal_conv1d", kernels.causal_conv1d, tensors, torch.float32, EXACT, **settings)
+
+
+@both_dtypes
+def test_step_forms_are_the_scans(dtype: torch.dtype) -> None:
+    tolerance = {"rtol": BFLOAT16, "atol": BFLOAT16} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+
+    def moved(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        return {n: t.to("cuda", torch.float32 if n in WIDE else dtype) for n, t in tensors.items()}
+
+    def check(scan: Callable[..., Any], step: Callable[..., Any], tensors: dict[str, Tensor], per_token: tuple) -> None:
+        exact = {name: t.double() for name, t in tensors.items()}
+        y, last = scan(**exact, return_final_state=True)
+        state = tensors.pop("initial_state").clone()
+        for i in range(y.shape[1]):
+            token = {name: t[:, i] if name in per_token else t for name, t in tensors.items()}
+            torch.testing.assert_close(step(**token, state=state).double(), y[:, i], **tolerance)
+        torch.testing.assert_close(state.double(), last, **tolerance)
+
+    scan, ssd = moved(scan_tensors(length=5, dim=32)), moved(ssd_tensors(length=5, head_dim=16))
+    check(reference.selective_scan, kernels.selective_scan_step, scan, ("x", "dt", "B", "C", "z"))
+    check(reference.ssd_scan, kernels.ssd_step, ssd, ("x", "dt", "B", "C"))
+    conv = {name: t.to("cuda", dtype) for name, t in conv_tensors(length=5, dim=32).items()}
+    check(reference.causal_conv1d, kernels.causal_conv1d_step, conv, ("x",))
+
+
+@both_dtypes
+@pytest.mark.parametrize("settings", [(None, False), (32, False), (64, True)])
+def test_norms(settings: tuple[int | None, bool], dtype: torch.dtype) -> None:
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    inputs = [draw(2, 9, 128).to(dtype), draw(2, 9, 128).to(dtype), draw(128).to(dtype)]
+    for function, exact, some in (
+        (kernels.gated_rms_norm, reference.gated_rms_norm, slice(0, 3)),
+        (kernels.rms_norm, reference.rms_norm, slice(0, 3, 2)),
+    ):
+        more = settings if some.step is None else ()
+        leaves = [t.cuda().requires_grad_() for t in inputs[some]]
+        truth = [t.double().requires_grad_() for t in inputs[some]]
+        y, expected = function(*leaves, 1e-5, *more), exact(*truth, 1e-5, *more)
+        slope = draw(*y.shape).to(dtype)
+        pairs = [(y, expected)]
+        found = torch.autograd.grad(y, leaves, slope.cuda())
+        pairs += zip(found, torch.autograd.grad(expected, truth, slope.double()), strict=True)
+        for ours, theirs in pairs:
+            assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_on_a_gpu_that_is_not_the_current_one() -> None:
+    assert torch.cuda.current_device() == 0
+    ssd = ssd_tensors(heads=4, head_dim=64, state=64)
+    settings = {"wide": WIDE, "device": "cuda:1"}
+    assert_equals_reference("ssd_scan", kernels.ssd_scan, ssd, torch.float32, TF32, **settings)
+    scan = scan_tensors(dim=32)
+    assert_equals_reference("selective_scan", scan_without_state_gradient, scan, torch.float32, EXACT, **settings)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 100e9, reason="needs 100 GB"
+)
+@pytest.mark.parametrize("operation", ["selective_scan", "ssd_scan"])
+def test_rows_beyond_32_bit_offsets(operation: str) -> None:
+    """The last document of a row of more than 2^31 numbers is what it is alone, forward and backward."""
+    dim, tail = 8192, 1000
+    length = 2**31 // dim + 3 * tail
+
+    def on_gpu(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.5
+
+    if operation == "selective_scan":
+        vectors = {"A": -torch.rand(dim, 16, device="cuda") - 0.1}
+        tokens = {"x": on_gpu(1, length, dim), "dt": on_gpu(1, length, dim)}
+        tokens |= {"B": on_gpu(1, length, 16), "C": on_gpu(1, length, 16)}
+    else:
+        vectors = {"A": -torch.rand(dim // 64, device="cuda") - 0.1}
+        tokens = {"x": on_gpu(1, length, dim // 64, 64), "dt": on_gpu(1, length, dim // 64)}
+        tokens |= {"B": on_gpu(1, length, 1, 64), "C": on_gpu(1, length, 1, 64)}
+    seq_idx = torch.zeros(1, length, dtype=torch.int32, device="cuda")
+    seq_idx[:, -tail:] = 1
+    function = getattr(kernels, operation)
+    tokens["x"].requires_grad_()
+    y = function(**tokens, **vectors, seq_idx=seq_idx)
+    alone = {name: t.detach()[:, -tail:].clone() for name, t in tokens.items()}
+    alone["x"].requires_grad_()
+    expected = function(**alone, **vectors)
+    torch.testing.assert_close(y[:, -tail:], expected, rtol=BFLOAT16, atol=BFLOAT16)
+    slope = torch.randn_like(expected)
+    gradient = torch.autograd.grad(y[:, -tail:], tokens["x"], slope)[0]
+    truth = torch.autograd.grad(expected, alone["x"], slope)[0]
+    torch.testing.assert_close(gradient[:, -tail:], truth, rtol=5e-2, atol=5e-2)
+    assert not gradient[:, :-tail].any()
+
+
+def test_tensors_of_a_cpu_stay_away_from_them() -> None:
+    tensors = {name: t.float() for name, t in scan_tensors(length=3).items()}
+    assert kernels.selective_scan(**tensors).device.type == "cpu"
+    assert {b.name for b in backends._candidates("selective_scan", "cpu")} == {"numba", "reference"}
