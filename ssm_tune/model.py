@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_KEPT_BASE = "base_model"  # where a run keeps a base that has no name of its own
 _RESCALE = "rescale_prenorm_residual"
 
 
@@ -152,6 +153,10 @@ def _adapter_base(name: str) -> tuple[str, str | None] | None:
     base = config.get("base_model_name_or_path")
     if not base:
         raise RecipeError(f"{path} does not say which base model the adapter is for (base_model_name_or_path).")
+    if Path(base).name == _KEPT_BASE and not Path(base).exists():
+        # The run kept its base itself, and has been moved; a checkpoint lies two folders below its run.
+        runs = (folder, *folder.resolve().parents[:2])
+        base = next((str(run / _KEPT_BASE) for run in runs if (run / _KEPT_BASE).is_dir()), base)
     return base, config.get("revision")
 
 

@@ -366,6 +366,20 @@ def test_a_run_folder_with_an_adapter(tmp_path: Path) -> None:
         load_model(tmp_path / "run", trainable="full")
 
 
+def test_a_moved_run_that_kept_its_base(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    run = tmp_path / "run"
+    save_stock("mamba", run / "base_model")
+    tuned = get_peft_model(load_model(run / "base_model"), LoraConfig(target_modules=["in_proj"]))
+    tuned.save_pretrained(run)
+    tuned.save_pretrained(run / "checkpoints" / "checkpoint-2")
+    expected = logits_of(tuned.eval())
+    run.rename(tmp_path / "moved")
+    for folder in (tmp_path / "moved", tmp_path / "moved" / "checkpoints" / "checkpoint-2"):
+        assert torch.equal(logits_of(load_model(folder)), expected)
+
+
 def test_a_run_folder_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"status": "stopped"}))
     with pytest.raises(RecipeError, match="has not finished"):
