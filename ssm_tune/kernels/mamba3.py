@@ -183,11 +183,15 @@ def rotate(k: Tensor, angle: Tensor, pairs: bool) -> Tensor:
 
     `pairs`: a pair is (2i, 2i + 1), else (i, i + state / 2).
     """
-    angle = F.pad(angle, (0, k.shape[-1] // 2 - angle.shape[-1]))
-    cos, sin = torch.cos(angle), torch.sin(angle)
-    first, second = k.unflatten(-1, (-1, 2)).unbind(-1) if pairs else k.chunk(2, dim=-1)
-    turned = first * cos - second * sin, first * sin + second * cos
-    return torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)
+    cos, sin, count = torch.cos(angle), torch.sin(angle), angle.shape[-1]
+    if pairs:
+        first, second = k[..., : 2 * count].unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        return torch.cat([turned.flatten(-2), k[..., 2 * count :]], dim=-1)
+    halves = k.unflatten(-1, (2, -1))
+    first, second = halves[..., :count].unbind(-2)
+    turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-2)
+    return torch.cat([turned, halves[..., count:]], dim=-1).flatten(-2)
 
 
 def gate_output(y: Tensor, z: Tensor | None, mimo: MimoFactors | None) -> Tensor:
