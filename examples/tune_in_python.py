@@ -1,4 +1,6 @@
-"""Fine-tune a model from Python, look at what came out, merge it: python examples/tune_in_python.py [MODEL] [OUTPUT_DIR]
+"""Fine-tune a model from Python, look at what came out, merge it.
+
+    python examples/tune_in_python.py [MODEL] [OUTPUT_DIR]
 
 MODEL is a Hub name or a folder in any layout; without one, a small random Mamba-2 is made, so that this runs anywhere
 in a minute (and answers nonsense).

@@ -70,7 +70,8 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_files_that_it_names_are_there() -> None:
-    named = re.findall(r"`((?:ssm_tune|tests|recipes|examples|\.ci)/[\w./]*|pyproject\.toml|\./install_gpu\.sh)`", README)
+    folders = r"(?:ssm_tune|tests|recipes|examples|\.ci)/[\w./]*"
+    named = re.findall(rf"`({folders}|pyproject\.toml|\./install_gpu\.sh)`", README)
     named += re.findall(r"\]\(([\w./]+)\)", README)
     assert len(named) > 5
     assert [name for name in named if not (ROOT / name).exists()] == []
