@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from torch import nn
 
-# Leaf names that never decay, whatever their shape: the state-space parameters of every family (Mamba-3's too).
-UNDECAYED = frozenset({"A_log", "D", "dt_bias", "dt_proj_bias", "B_bias", "C_bias"})
+# Leaf names that never decay, whatever their shape: the state-space parameters of every family (Mamba-3's too). Of H3's
+# those that HazyResearch/H3 registers without decay, which leaves out C.
+UNDECAYED = frozenset(
+    {"A_log", "D", "dt_bias", "dt_proj_bias", "B_bias", "C_bias", "log_dt", "inv_A_real", "A_imag", "B"}
+)
 
 
 def decayed_parameter_names(model: nn.Module) -> list[str]:

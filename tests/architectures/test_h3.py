@@ -9,6 +9,7 @@ from tiny_models import make_config, make_model
 from torch import Tensor
 
 from ssm_tune.architectures.h3 import H3Mixer
+from ssm_tune.optimizer import decayed_parameter_names
 
 
 def by_the_paper(mixer: H3Mixer, x: Tensor) -> Tensor:
@@ -61,3 +62,11 @@ def test_begins_as_published() -> None:
     assert torch.equal(mixer.shift.B.sum(1), torch.ones(256)) and mixer.shift.B[:, 0].all()
     assert mixer.shift.C.abs().max() <= 8**-0.5
     assert 0.8 < mixer.D.std() < 1.2 and 0.8 < mixer.shift_D.std() < 1.2
+
+
+def test_what_decays_is_what_decays_in_the_published_code() -> None:
+    mixer = H3Mixer(make_config("h3"), 0)
+    kept = {name for name, _ in mixer.named_parameters()} - set(decayed_parameter_names(mixer))
+    systems = {"shift.B", "diagonal.log_dt", "diagonal.inv_A_real", "diagonal.A_imag", "diagonal.B"}
+    biases = {f"{name}.bias" for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    assert kept == systems | biases | {"D", "shift_D"}
