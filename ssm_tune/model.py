@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from ssm_tune.families import Family, family_of
 from ssm_tune.layouts import Checkpoint, StoredTensor, open_checkpoint
 from ssm_tune.precision import check_trainable, kept_in_float32, read_dtype, set_trainable
-from ssm_tune.quantization import is_quantized, keep_packed_weights, parameter_size, quantization_config
+from ssm_tune.quantization import is_quantized, keep_packed_weights, parameter_size, quantization_config, refuse_packed
 from ssm_tune.recipe import RecipeError
 from ssm_tune.weight_checks import check_weights, read_strictly
 
@@ -76,8 +76,11 @@ def load_model(
     place = torch.device(device) if device is not None else _default_device(load_in_4bit or load_in_8bit)
     compute = read_dtype(dtype, checkpoint)
     weights = checkpoint.weights()
-    packed = hasattr(checkpoint.config, "quantization_config")  # its shapes in the file are not the model's
-    blueprint = meta_model(checkpoint.config) if packed else check_weights(checkpoint, weights)
+    if hasattr(checkpoint.config, "quantization_config"):  # its shapes in the file are not the model's
+        refuse_packed(checkpoint.source.label, load_in_4bit or load_in_8bit, trainable)
+        blueprint = meta_model(checkpoint.config)
+    else:
+        blueprint = check_weights(checkpoint, weights)
     quantization = quantization_config(
         blueprint,
         family,
@@ -95,7 +98,7 @@ def load_model(
     if quantization is not None or place.type != "cpu":
         options["device_map"] = {"": place}
     model = _read_model(checkpoint, weights, family, options)
-    if load_in_4bit:
+    if is_quantized(model):
         keep_packed_weights(model)
     patch_model(model)
     set_trainable(model, trainable)

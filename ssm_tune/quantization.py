@@ -70,6 +70,14 @@ def quantization_config(
     )
 
 
+def refuse_packed(label: str, again: bool, trainable: str) -> None:
+    """What cannot be done with a checkpoint that is quantised already; `again`: a second quantisation is asked for."""
+    if again:
+        raise RecipeError(f"{label} is quantised already. Remove model.load_in_4bit and model.load_in_8bit.")
+    if trainable == "full":
+        raise RecipeError(f"{label} is quantised, so only adapters on it can be trained. Set adapter.method=lora.")
+
+
 def _narrow_layers(model: nn.Module) -> list[str]:
     """Linear layers that bitsandbytes' CPU code gets wrong in 4 bits: rows that are no whole number of blocks."""
     names = [

@@ -8,6 +8,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from original_layouts import write_state_spaces
 from tiny import PURE, tiny_model
 
 from ssm_tune.mixers import unpatch_model
@@ -113,6 +114,29 @@ def test_report_counts_packed_weights_in_full(tmp_path: Path, bits: int) -> None
     packed = 2 * (64 * 256 + 128 * 64)
     assert report.dtypes["4-bit" if bits == 4 else "int8"] == packed
     assert report.memory < plain.memory - 2 * packed
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoint_that_is_quantised_already(tmp_path: Path, bits: int) -> None:
+    tiny_model("mamba2", hidden_size=64, num_heads=8).save_pretrained(tmp_path / "a")
+    first = load_model(tmp_path / "a", device="cpu", **{f"load_in_{bits}bit": True})
+    first.save_pretrained(tmp_path / "b")
+    again = load_model(tmp_path / "b", device="cpu")
+    assert packed_layers(again).keys() == packed_layers(first).keys()
+    assert (logits_of(again) - logits_of(first)).abs().max() < 1e-5
+    with pytest.raises(RecipeError, match="quantised already"):
+        load_model(tmp_path / "b", load_in_4bit=True)
+    with pytest.raises(RecipeError, match="only adapters"):
+        load_model(tmp_path / "b", trainable="full")
+
+
+def test_an_original_folder_in_4_bits(tmp_path: Path) -> None:
+    source = tiny_model("mamba2", hidden_size=64, num_heads=8, vocab_size=304)
+    write_state_spaces(tmp_path / "original", source)
+    source.save_pretrained(tmp_path / "hf")
+    models = [load_model(tmp_path / name, device="cpu", load_in_4bit=True) for name in ("original", "hf")]
+    assert len(packed_layers(models[0])) == 4
+    assert torch.equal(logits_of(models[0]), logits_of(models[1]))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class StoredTensor:
     """One tensor of a file: known by shape and dtype, read by `load()` or by an index (`tensor[...]`, `tensor[:8]`).
 
-    Indexing is what transformers does to materialise a weight, so that a mapping of these can be its `state_dict`.
+    It answers as safetensors' slices do, which transformers reads from, so that a mapping of these can be its
+    `state_dict`.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +48,10 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._read(index)
+
+    def get_dtype(self) -> str:
+        """The dtype by safetensors' name."""
+        return DTYPE_NAMES[self.dtype]
 
     def load(self) -> torch.Tensor:
         """The values, on the CPU, in the file's dtype."""
