@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,10 @@ A RECIPE is a file, or the name of a shipped one (ssm-tune recipes ls). Settings
   ssm-tune sft demo training.max_steps=50 data.train.0.path=rows.jsonl
 exit codes: 0 done, 2 a mistake of yours (nothing is left behind), 3 stopped and resumable, 130/143 ended by a signal
 """
+
+
+# What the user typed, for the processes that the launcher starts.
+_COMMAND = "SSM_TUNE_COMMAND"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Stopped as stopped:
         if stopped.exit_code == 3 or _rank() == 0:
-            _say(str(stopped))
+            _say(f"{stopped}\nContinue with: {_resuming(arguments)}")
         return stopped.exit_code
     except KeyboardInterrupt:
         _say("interrupted")
@@ -54,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _resuming(arguments: argparse.Namespace) -> str:
+    """The command that was given, and --resume. A launched process knows its own; the launcher leaves the whole."""
+    command = os.environ.get(_COMMAND) or shlex.join(["ssm-tune", *arguments.given])
+    return command if "--resume" in arguments.given else f"{command} --resume"
 
 
 def _rank() -> int:
@@ -78,6 +89,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if stray:
             parser.error(f"{arguments.command}: unrecognized: {' '.join(stray)}")
         arguments.overrides = [*arguments.overrides, *rest]
+    arguments.given = list(argv)
     return arguments
 
 
@@ -225,6 +237,7 @@ def run_training(arguments: argparse.Namespace) -> int | None:
     if arguments.accelerate is not None or (arguments.processes or 1) != 1:
         from ssm_tune.launch import launch
 
+        os.environ[_COMMAND] = shlex.join(["ssm-tune", *arguments.given])
         passed = [arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
         return launch(arguments.command, passed, accelerate=arguments.accelerate, processes=arguments.processes)
     from ssm_tune.workflow import run

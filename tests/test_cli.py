@@ -82,12 +82,20 @@ def test_training_is_handed_to_the_workflow(recipe: str, calls: list[tuple[Any, 
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "message"),
     [
-        (RecipeError(["one thing", "another"]), 2),
-        (Stopped("NaN at step 7; continue with --resume"), 3),
-        (Stopped("stopped by SIGTERM", exit_code=143), 143),
-        (KeyboardInterrupt(), 130),
+        (RecipeError(["one thing", "another"]), 2, "one thing\nanother\n"),
+        (
+            Stopped("NaN at step 7"),
+            3,
+            "NaN at step 7\nContinue with: ssm-tune sft x.yaml 'training.run_name=a b' --resume\n",
+        ),
+        (
+            Stopped("stopped by SIGTERM", exit_code=143),
+            143,
+            "stopped by SIGTERM\nContinue with: ssm-tune sft x.yaml 'training.run_name=a b' --resume\n",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
 def test_exit_codes(
@@ -97,12 +105,28 @@ def test_exit_codes(
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
+    message: str,
 ) -> None:
     fail_with(monkeypatch, error)
-    assert cli.main(["sft", recipe]) == code
+    monkeypatch.delenv("SSM_TUNE_COMMAND", raising=False)
+    assert cli.main(["sft", recipe, "training.run_name=a b"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == f"{str(error) or 'interrupted'}\n"
+    assert captured.err == message
+
+
+def test_launched_processes_tell_the_command_of_the_launcher(
+    recipe: str,
+    calls: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SSM_TUNE_COMMAND", "")
+    monkeypatch.setattr("ssm_tune.launch.launch", lambda *_, **__: 3)
+    assert cli.main(["sft", recipe, "--processes", "2"]) == 3
+    fail_with(monkeypatch, Stopped("the disk is full"))
+    assert cli.main(["sft", recipe]) == 3
+    assert "Continue with: ssm-tune sft x.yaml --processes 2 --resume\n" in capsys.readouterr().err
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(
