@@ -36,7 +36,7 @@ class Family:
         weights_outside_linear: projections that are bare parameters, which no adapter on modules reaches.
         shared: attributes of blocks whose weights are those of other blocks too.
         exact: a packed row gives what each of its documents gives alone, in training and evaluation.
-        refused: what cannot be right, as (what is asked for -> why not and what to do). See `refusals`.
+        refused: what cannot be right: "packing", or the leaf name of a target, and why. See `refusals`.
     """
 
     model_type: str
@@ -70,10 +70,9 @@ class Family:
         return any(name == end or name.endswith("." + end) for end in self.ssm_parameters)
 
 
-_LEAKS = (
-    "transformers does not keep the documents of a packed row apart in this family ({where}), so packing would leak "
-    "from one document into the next. Set training.packing=false."
-)
+# Attention that takes the mask which keeps packed documents apart. Others are not known to, and are refused for
+# packing.
+MASKED_ATTENTION = ("sdpa", "eager")
 
 _ROWS = (
     Family(
@@ -114,17 +113,13 @@ _ROWS = (
         other_blocks=("JambaAttentionDecoderLayer",),
         mixer="JambaMambaMixer",
         mixer_path="mamba",
+        kind="normed_mamba",
         projections=("in_proj", "x_proj", "dt_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=_GATED_MLP,
         portable=("in_proj", "x_proj", "out_proj", *_ATTENTION, *_GATED_MLP),
         ssm_parameters=("A_log", "D", "dt_proj.bias"),
-        refused=MappingProxyType(
-            {
-                "packing": _LEAKS.format(where="its Mamba layers drop seq_idx"),
-                "dt_proj": "transformers reads its weight without calling the module, so an adapter never trains.",
-            }
-        ),
+        exact=True,
     ),
     Family(
         model_type="zamba",
@@ -132,6 +127,7 @@ _ROWS = (
         other_blocks=("ZambaHybridLayer",),
         mixer="ZambaMambaMixer",
         mixer_path="mamba",
+        kind="mamba_heads",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=(*_GATED_MLP, "linear"),
@@ -139,9 +135,7 @@ _ROWS = (
         ssm_parameters=("A_log", "D", "dt_proj_bias"),
         weights_outside_linear=("x_proj_weight", "dt_proj_weight"),
         shared=("shared_transf",),
-        refused=MappingProxyType(
-            {"packing": _LEAKS.format(where="only its convolution is given seq_idx, not its scan")}
-        ),
+        exact=True,
     ),
     Family(
         model_type="zamba2",
@@ -149,63 +143,74 @@ _ROWS = (
         other_blocks=("Zamba2HybridLayer",),
         mixer="Zamba2MambaMixer",
         mixer_path="mamba",
+        kind="mamba2",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=("gate_up_proj", "down_proj", "linear"),
         portable=("in_proj", "out_proj"),
         shared=("shared_transformer",),
+        exact=True,
     ),
     Family(
         model_type="bamba",
         block="BambaDecoderLayer",
         mixer="BambaMixer",
         mixer_path="mamba",
+        kind="mamba2",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=_GATED_MLP,
         portable=("in_proj", "out_proj", *_ATTENTION, *_GATED_MLP),
+        exact=True,
     ),
     Family(
         model_type="falcon_h1",
         block="FalconH1DecoderLayer",
         mixer="FalconH1Mixer",
         mixer_path="mamba",
+        kind="falcon_h1",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=_GATED_MLP,
         portable=("in_proj", *_ATTENTION, *_GATED_MLP),
+        exact=True,
     ),
     Family(
         model_type="nemotron_h",
         block="NemotronHBlock",
         mixer="NemotronHMamba2Mixer",
         mixer_path="mixer",
+        kind="mamba2",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=("up_proj", "down_proj"),
         portable=("in_proj", *_ATTENTION, "up_proj", "down_proj"),
+        exact=True,
     ),
     Family(
         model_type="granitemoehybrid",
         block="GraniteMoeHybridDecoderLayer",
         mixer="GraniteMoeHybridMambaLayer",
         mixer_path="mamba",
+        kind="mamba2",
         projections=("in_proj", "out_proj"),
         attention=_ATTENTION,
         mlp=("input_linear", "output_linear"),
         portable=("in_proj", "out_proj", *_ATTENTION, "input_linear", "output_linear"),
-        refused=MappingProxyType({"packing": _LEAKS.format(where="position_ids never reach its attention mask")}),
+        exact=True,
     ),
     Family(
         model_type="lfm2",
         block="Lfm2DecoderLayer",
         mixer="Lfm2ShortConv",
         mixer_path="conv",
+        kind="short_conv",
         projections=("in_proj", "out_proj"),
         attention=("q_proj", "k_proj", "v_proj", "out_proj"),
         mlp=("w1", "w2", "w3"),
         portable=("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w2", "w3"),
         ssm_parameters=(),
+        exact=True,
     ),
 )
 
@@ -224,17 +229,26 @@ def family_of(model_type: str) -> Family:
     )
 
 
-def refusals(family: Family, *, packing: bool = False, targets: Collection[str] = ()) -> list[str]:
+def refusals(
+    family: Family, *, packing: bool = False, targets: Collection[str] = (), attention: str | None = None
+) -> list[str]:
     """What of a run would silently go wrong in this family: one message each, with the way out; none when all is right.
 
     Args:
         packing: rows hold several documents that must not see each other.
         targets: leaf names of the modules that get adapters.
+        attention: the attention implementation that the model was (or will be) loaded with; None: transformers'
+            default.
     """
     messages = []
     if packing and not family.exact:
-        untold = "transformers keeps its documents apart only where CUDA kernels run. Set training.packing=false."
-        messages.append(f"training.packing: {family.model_type}: {family.refused.get('packing', untold)}")
+        reason = family.refused.get("packing", "its documents are not kept apart.")
+        messages.append(f"training.packing: {family.model_type}: {reason} Set training.packing=false.")
+    if packing and family.hybrid and attention not in (None, *MASKED_ATTENTION):
+        messages.append(
+            f"model.attn_implementation: {attention} is not known to keep the documents of packed rows apart in "
+            f"{family.model_type}. Use {' or '.join(MASKED_ATTENTION)}, or set training.packing=false."
+        )
     for target in targets:
         if target in family.refused:
             messages.append(f"adapter.targets: {family.model_type}: {target}: {family.refused[target]}")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from tiny import tiny_model
 from torch import Tensor
 
 PAD = 0
@@ -105,11 +107,6 @@ LAYOUTS: dict[str, Callable[[list[Tensor]], Layout]] = {
 }
 
 
-def in_order(documents: list[Tensor], layout: Layout) -> list[Tensor]:
-    """The documents in the order in which the layout places them."""
-    return layout.cut(layout.inputs["input_ids"]) if documents else []
-
-
 def run(model: Any, layout: Layout, tokens: int | None = None, **inputs: Any) -> Any:
     """The model's output for a layout; with `tokens`, its loss is a sum over labels divided by that number."""
     loss = {} if tokens is None else {"labels": layout.labels, "num_items_in_batch": torch.tensor(tokens)}
@@ -119,3 +116,41 @@ def run(model: Any, layout: Layout, tokens: int | None = None, **inputs: Any) ->
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     """The largest difference over the largest value."""
     return ((got - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@cache
+def alone_logits(kind: str, device: str = "cpu") -> list[Tensor]:
+    """What the stock model of this kind gives, in evaluation, for each of `make_documents()` alone: the truth,
+    computed once.
+    """
+    model = tiny_model(kind).to(device)
+    with torch.no_grad():
+        return [run(model, layout.to(device)).logits[0] for layout in alone(make_documents())]
+
+
+def order_of(layout: Layout) -> list[int]:
+    """Which of `make_documents()` each place of a layout of them holds."""
+    documents = make_documents()
+    found = []
+    for piece in layout.cut(layout.inputs["input_ids"]):
+        found += [n for n, document in enumerate(documents) if torch.equal(document, piece.cpu())]
+    assert sorted(found) == list(range(len(documents)))
+    return found
+
+
+def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest relative error over documents."""
+    return max(relative_error(a.float(), b.float()) for a, b in zip(got, wanted, strict=True))
+
+
+def worst_gradient(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error of a parameter's gradient, as norms, and the parameter's name.
+
+    Gradients smaller than a hundredth of the model's largest are measured against that hundredth: sums over tokens that
+    nearly cancel (A_log of a head, say) move by more than 1e-5 of themselves when weights move by one rounding.
+    """
+    assert got.keys() == wanted.keys()
+    floor = max(gradient.norm().item() for gradient in wanted.values()) / 100
+    return max(
+        ((got[name] - wanted[name]).norm().item() / max(wanted[name].norm().item(), floor), name) for name in wanted
+    )

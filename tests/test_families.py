@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -78,9 +79,27 @@ def test_unknown_types_get_the_nearest_name() -> None:
         family_of("llama")
 
 
-def test_refusals_name_family_key_and_way_out() -> None:
-    assert refusals(family_of("mamba2"), packing=True, targets=["in_proj", "out_proj"]) == []
+def test_nothing_is_refused_where_all_is_right() -> None:
     for family in FAMILIES.values():
-        found = refusals(family, packing=True)
-        assert bool(found) != family.exact
-        assert all(family.model_type in text and "training.packing=false" in text for text in found)
+        assert family.exact and family.kind
+        targets = [*family.projections, *family.attention, *family.mlp]
+        assert refusals(family, packing=True, targets=targets, attention="sdpa") == []
+
+
+def test_refusals_name_family_key_and_way_out() -> None:
+    leaking = dataclasses.replace(
+        FAMILIES["jamba"], exact=False, refused={"packing": "its mixers drop borders.", "dt_proj": "it is read raw."}
+    )
+    found = refusals(leaking, packing=True, targets=["in_proj", "dt_proj"])
+    assert found == [
+        "training.packing: jamba: its mixers drop borders. Set training.packing=false.",
+        "adapter.targets: jamba: dt_proj: it is read raw.",
+    ]
+    assert refusals(leaking, targets=["in_proj"]) == []
+
+
+def test_attention_that_takes_no_mask_is_refused_for_packing() -> None:
+    (found,) = refusals(FAMILIES["bamba"], packing=True, attention="flash_attention_2")
+    assert "flash_attention_2" in found and "sdpa" in found and "training.packing=false" in found
+    assert refusals(FAMILIES["bamba"], attention="flash_attention_2") == []
+    assert refusals(FAMILIES["mamba"], packing=True, attention="flash_attention_2") == []

@@ -103,3 +103,16 @@ def mask_labels(labels: Tensor, index: Tensor | None, ignore_index: int = -100) 
     predict.
     """
     return labels if index is None else labels.masked_fill(~predicts_own_document(index), ignore_index)
+
+
+def holds_several(index: Tensor) -> bool:
+    """Whether any row holds more than one document (waits for the device)."""
+    neighbours = (index[:, 1:] != PADDING) & (index[:, :-1] != PADDING)
+    return bool(((index[:, 1:] != index[:, :-1]) & neighbours).any())
+
+
+def document_positions(index: Tensor) -> Tensor:
+    """Position of each token in its document, (batch, length) int64. Padding counts as documents of one token each."""
+    begins = F.pad((index[:, 1:] != index[:, :-1]) | (index[:, 1:] == PADDING), (1, 0), value=True)
+    places = torch.arange(index.shape[1], device=index.device).expand(index.shape)
+    return places - torch.where(begins, places, 0).cummax(dim=1).values

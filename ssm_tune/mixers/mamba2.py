@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ssm_tune import kernels
@@ -38,8 +39,7 @@ class Mamba2Mixer(Patched):
         """
         if seq_idx is None and attention_mask is not None:
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
-        projected = project(self.in_proj, hidden_states, self.conv1d.weight.dtype)
-        z, xBC, dt = projected.split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        z, xBC, dt = self._project(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
         window, state = read_states(cache, self.layer_idx)
         if state is not None and xBC.shape[1] == 1 and seq_idx is None:
             x, B, C = self._split(convolve_token(self.conv1d, xBC[:, 0], window))
@@ -82,5 +82,27 @@ class Mamba2Mixer(Patched):
     def _dt_limit(self) -> tuple[float, float]:
         return tuple(self.time_step_limit)
 
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """z, x, B, C and dt in one tensor (batch, length, projections)."""
+        return project(self.in_proj, hidden_states, self.conv1d.weight.dtype)
+
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
         return kernels.gated_rms_norm(y, z, self.norm.weight, self.norm.variance_epsilon, self.norm.group_size)
+
+
+class FalconH1Mixer(Mamba2Mixer):
+    """Multipliers before and after in_proj; a norm that may be absent, or come before the gate.
+
+    Stock's fused training call always puts the gate before the norm, which is another function where the config says
+    after.
+    """
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        projected = super()._project(hidden_states * self.ssm_in_multiplier)
+        return projected * self.mup_vector.to(projected.dtype)
+
+    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
+        if not self.mamba_rms_norm:
+            return y * F.silu(z)
+        norm, size = self.norm, self.intermediate_size // self.n_groups
+        return kernels.gated_rms_norm(y, z, norm.weight, norm.variance_epsilon, size, norm.norm_before_gate)

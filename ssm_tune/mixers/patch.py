@@ -10,18 +10,30 @@ from transformers import PreTrainedModel
 
 from ssm_tune.families import Family, family_of
 from ssm_tune.mixers.classes import Patched, patched_class
+from ssm_tune.mixers.hybrid import HybridBackbone, HybridCausalLM, JambaMambaLayer
 from ssm_tune.mixers.language_model import Backbone, Block, CausalLM
 from ssm_tune.mixers.mamba import MambaMixer, NormedMambaMixer
-from ssm_tune.mixers.mamba2 import Mamba2Mixer
+from ssm_tune.mixers.mamba2 import FalconH1Mixer, Mamba2Mixer
+from ssm_tune.mixers.mamba_heads import MambaHeadsMixer
+from ssm_tune.mixers.short_conv import ShortConvMixer
 
 logger = logging.getLogger(__name__)
 
-# The forwards of each kind of family: its mixer, and what goes round the mixer (None: transformers' own passes
-# borders on).
+# The mixer of each kind in the table of families.
 _MIXERS: dict[str, type[Patched]] = {
     "mamba": MambaMixer,
     "normed_mamba": NormedMambaMixer,
+    "mamba_heads": MambaHeadsMixer,
     "mamba2": Mamba2Mixer,
+    "falcon_h1": FalconH1Mixer,
+    "short_conv": ShortConvMixer,
+}
+# Blocks whose stock forward does not hand document borders to the mixer.
+_BLOCKS: dict[str, type[Patched]] = {
+    "MambaBlock": Block,
+    "FalconMambaBlock": Block,
+    "Mamba2Block": Block,
+    "JambaMambaDecoderLayer": JambaMambaLayer,
 }
 
 
@@ -39,11 +51,7 @@ def patch_model(model: nn.Module) -> nn.Module:
     """
     family = _find_family(model)
     if family.kind is None:
-        logger.warning(
-            "%s keeps transformers' own forward: right for unpacked rows, but packing is refused and it runs without "
-            "this package's kernels.",
-            family.model_type,
-        )
+        logger.warning("%s has no mixer of ours: it keeps transformers' own forward.", family.model_type)
         return model
     swaps = [(module, _patch_for(module, family)) for module in model.modules() if not isinstance(module, Patched)]
     swaps = [(module, patch) for module, patch in swaps if patch is not None]
@@ -85,13 +93,15 @@ def _patch_for(module: nn.Module, family: Family) -> type[Patched] | None:
     name = type(module).__name__
     if name == family.mixer:
         return _MIXERS[family.kind]
-    if family.hybrid:
-        return None
     if name == family.block:
-        return Block
-    if isinstance(module, PreTrainedModel):
-        return Backbone if module.base_model is module else CausalLM
-    return None
+        return _BLOCKS.get(name)
+    if not isinstance(module, PreTrainedModel):
+        return None
+    if module.base_model is module:
+        return HybridBackbone if family.hybrid else Backbone
+    if "lm_head" in module._modules:
+        return HybridCausalLM if family.hybrid else CausalLM
+    return None  # another head calls the patched backbone
 
 
 def _check_patchable(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rows import make_documents, padded, relative_error
+from rows import make_documents, padded, relative_error, worst_gradient
 from tiny import KINDS, tiny_config, tiny_model
 
 from ssm_tune.families import family_of
@@ -18,12 +18,15 @@ LENGTH = 40
 
 
 def feed(model: Any, ids: torch.Tensor, sizes: list[int], masks: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of rows fed in pieces of these sizes through one cache."""
+    """Logits of rows fed in pieces of these sizes through one cache; with masks, positions count real tokens."""
     cache, logits, begin = None, [], 0
     with torch.no_grad():
         for size in sizes:
-            mask = None if masks is None else masks[:, : begin + size]
-            output = model(ids[:, begin : begin + size], attention_mask=mask, cache=cache, use_cache=True)
+            inputs = {"input_ids": ids[:, begin : begin + size]}
+            if masks is not None:
+                inputs["attention_mask"] = masks[:, : begin + size]
+                inputs["position_ids"] = (masks.cumsum(1) - 1).clamp(min=0)[:, begin : begin + size]
+            output = model(**inputs, cache=cache, use_cache=True)
             cache = output.cache
             logits.append(output.logits)
             begin += size
@@ -67,11 +70,11 @@ def test_generating_in_a_left_padded_batch_is_generating_alone(kind: str, settin
     if "prefill_chunk_size" in settings and not family_of(tiny_config(kind).model_type).hybrid:
         pytest.skip("transformers' generate cuts prompts only where an attention layer counts the tokens seen")
     model = tiny_model(kind)
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **settings}
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **settings}
     documents = make_documents((20, 3, 1, 12))
     alone = {key: value for key, value in settings.items() if key != "prefill_chunk_size"}
-    wanted = torch.cat([model.generate(document[None], **alone)[:, -8:] for document in documents])
-    got = patch_model(model).generate(**padded(documents, "left").inputs, **settings)[:, -8:]
+    wanted = torch.cat([model.generate(document[None], **alone)[:, -6:] for document in documents])
+    got = patch_model(model).generate(**padded(documents, "left").inputs, **settings)[:, -6:]
     assert torch.equal(got, wanted)
 
 
@@ -113,5 +116,5 @@ def test_a_cache_can_be_trained_through(kind: str) -> None:
     cache = model(ids[:, :9], use_cache=True).cache
     cache = model(ids[:, 9:16], cache=cache, use_cache=True).cache
     model(ids[:, 16:], cache=cache, use_cache=True).logits.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.grad, wanted[name]) < 2 * TOLERANCE, name
+    error, name = worst_gradient({name: p.grad for name, p in model.named_parameters()}, wanted)
+    assert error < TOLERANCE, name
