@@ -13,7 +13,7 @@ from ssm_tune.outputs.model_card import write_card
 from ssm_tune.outputs.run import Run
 from ssm_tune.recipe import Recipe
 from ssm_tune.run_folder import COMPLETE, RunFolder
-from ssm_tune.tokenizer import save_tokenizer
+from ssm_tune.tokenizer import generation_tokenizer
 from ssm_tune.trainer import SSMTrainer
 
 
@@ -23,10 +23,11 @@ def close_run(trainer: SSMTrainer, folder: RunFolder, recipe: Recipe, task: str,
     trainer.accelerator.wait_for_everyone()
     model = _save_model(trainer, folder)
     metrics = summarise(trainer.state.log_history)
-    run = Run(model=model, tokenizer=trainer.processing_class, metrics=metrics, output_dir=folder.path)
+    tokenizer = generation_tokenizer(trainer.processing_class, data.chat_template)
+    run = Run(model=model, tokenizer=tokenizer, metrics=metrics, output_dir=folder.path)
     if trainer.accelerator.is_main_process:
         with folder.staging("tokenizer") as scratch:
-            save_tokenizer(trainer.processing_class, scratch, data.chat_template)
+            tokenizer.save_pretrained(scratch)
         artefacts.draw_metrics(folder)
         _write_card(folder, recipe, task, run, data.report)
         folder.write_state(COMPLETE, metrics=metrics, finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"))

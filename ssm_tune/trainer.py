@@ -254,9 +254,10 @@ class SSMTrainer(SFTTrainer):
             self._staging = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if adapter.is_adapted(self.model) and self.args.should_save:
-            adapter.save_ssm_parameters(self.model, Path(output_dir or self.args.output_dir))
+        if not adapter.is_adapted(self.model):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:  # with the SSM parameters beside it, and nothing asked of the Hub
+            adapter.save_adapter(self.model, Path(output_dir or self.args.output_dir), state_dict=state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if adapter.is_adapted(self.model) and not self.is_fsdp_enabled:

@@ -260,6 +260,7 @@ def _build_model(job: Job, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
         if job.is_main:
             _keep_base(model, tokenizer, folder)
         model = apply_adapter(model, recipe.adapter, seed=seed)
+        model.active_peft_config.revision = section.revision
     return model
 
 

@@ -15,7 +15,6 @@ from ssm_tune.adapter import load_adapter
 from ssm_tune.outputs.evaluate import evaluate_model
 from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, open_finished_run, read_metrics
 from ssm_tune.outputs.generate import generate_text
-from ssm_tune.outputs.hub import check_repo_name, push_folder
 from ssm_tune.outputs.merge import merge_run
 from ssm_tune.outputs.model_card import is_hub_name
 from ssm_tune.recipe import RecipeError
@@ -89,6 +88,8 @@ class Run:
         Raises:
             RecipeError: no token, no permission, a name that cannot be; and as `merge`.
         """
+        from ssm_tune.outputs.hub import check_repo_name, push_folder  # the Hub's client: not for training
+
         if what not in ("adapter", "merged"):
             raise RecipeError(f"hub.push: {what!r} is neither adapter nor merged.")
         check_repo_name(repo)
@@ -132,13 +133,14 @@ def load_finished_model(finished: FinishedRun, **model_keys: Any) -> nn.Module:
 
 
 def load_source(source: str | Path) -> tuple[nn.Module, Any]:
-    """Model and tokenizer of a finished run, or of any model that `load_model` reads."""
+    """Model and tokenizer of a finished run, or of any model that `load_model` reads; on the GPU if there is one."""
     from ssm_tune.model import load_model, read_config
     from ssm_tune.recipe import TokenizerSection
     from ssm_tune.tokenizer import load_tokenizer
 
+    keys = {"device": "cuda"} if torch.cuda.is_available() else {}
     if (Path(source) / "run.json").exists():
-        run = Run.load(source)
+        run = Run.load(source, **keys)
         return run.model, run.tokenizer
     tokenizer = load_tokenizer(TokenizerSection(), str(source), None, config=read_config(source))
-    return load_model(source, trainable="none"), tokenizer
+    return load_model(source, trainable="none", **keys), tokenizer
