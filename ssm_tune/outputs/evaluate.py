@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,15 @@ def evaluate_model(
     Raises:
         RecipeError: lm-eval is not installed; an unknown task; a limit or batch size that is not positive.
     """
-    names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
-    names = [name for name in names if name]
-    if not names:
-        raise RecipeError("evaluation.tasks: no task is named.")
     if limit is not None and limit <= 0:
         raise RecipeError(f"evaluation.limit: {limit!r} must be above 0.")
     if batch_size < 1:
         raise RecipeError(f"batch_size: {batch_size!r} must be 1 or more.")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise RecipeError("evaluation needs lm-eval: pip install 'ssm-tune[eval]'.")
+    names, manager = find_tasks(tasks, include_path)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
 
-    manager = _task_manager(names, include_path)
     with evaluating(model), compute_scope(model), counting_with(tokenizer):
         language_model = HFLM(
             pretrained=model,
@@ -79,19 +74,24 @@ def evaluate_model(
     return json.loads(json.dumps(results, default=handle_non_serializable))
 
 
-def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Any:
-    """Knows the tasks. Reading lm-eval's own takes ten seconds, so that a folder which has them all is read alone."""
-    from lm_eval.tasks import TaskManager
+def find_tasks(tasks: str | Sequence[str], include_path: str | Path | None = None) -> tuple[list[str], Any]:
+    """The names of tasks, and the manager that knows them: this package's, those in a folder, lm-eval's own.
 
-    folders = [str(own_tasks.FOLDER)]
-    if include_path is not None:
-        if not Path(include_path).is_dir():
-            raise RecipeError(f"include_path: there is no folder {include_path}.")
-        folders.append(str(include_path))
-    manager = TaskManager(include_path=folders, include_defaults=False)
+    Raises RecipeError: no task, an unknown one, no such folder, lm-eval is not installed.
+    """
+    names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
+    names = [name for name in names if name]
+    if not names:
+        raise RecipeError("evaluation.tasks: no task is named.")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise RecipeError("evaluation needs lm-eval: pip install 'ssm-tune[eval]'.")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise RecipeError(f"include_path: there is no folder {include_path}.")
+    # Reading lm-eval's own tasks takes ten seconds; they are left alone where the others are all that is asked for.
+    manager = _read_tasks(include_path, include_defaults=False)
     if not manager_lacks(manager, names):
-        return manager
-    manager = TaskManager(include_path=folders)
+        return names, manager
+    manager = _read_installed_tasks() if include_path is None else _read_tasks(include_path, include_defaults=True)
     missing = manager_lacks(manager, names)
     if missing:
         mistakes = []
@@ -100,7 +100,19 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Any:
             guess = f" Did you mean {' or '.join(near)}?" if near else ""
             mistakes.append(f"evaluation.tasks: lm-eval has no task {name!r}.{guess}")
         raise RecipeError(mistakes)
-    return manager
+    return names, manager
+
+
+@cache
+def _read_installed_tasks() -> Any:
+    return _read_tasks(None, include_defaults=True)
+
+
+def _read_tasks(include_path: str | Path | None, *, include_defaults: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(folder) for folder in (own_tasks.FOLDER, include_path) if folder is not None]
+    return TaskManager(include_path=folders, include_defaults=include_defaults)
 
 
 def manager_lacks(manager: Any, names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from ssm_tune.data.chat import prompt_ids
 from ssm_tune.data.formatting import check_text
 from ssm_tune.model import padded_token_ids
+from ssm_tune.outputs.text_stream import TextStream
 from ssm_tune.recipe import RecipeError
 
 
@@ -85,10 +87,61 @@ def generate_texts(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str], *, chat: bool | None = None, **settings: Any
 ) -> list[str]:
     """As `generate_text` for several prompts at once: padded on the left, each row stops on its own."""
-    sampling = _read_settings(settings)
+    return _generate(model, tokenizer, prompts, chat, check_settings(settings))
+
+
+def stream_text(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    tell: Callable[[str], None],
+    *,
+    chat: bool | None = None,
+    **settings: Any,
+) -> str:
+    """As `generate_text`, telling the text as it comes, never half a character or the start of a stop text."""
+    sampling = check_settings(settings)
+    stream = TextStream(tokenizer, sampling.stop)
+    return _generate(model, tokenizer, [prompt], chat, sampling, _Teller(stream, tell))[0]
+
+
+class _Teller(BaseStreamer):
+    """Hears generate()'s tokens: first the prompt's, then one at a time."""
+
+    def __init__(self, stream: TextStream, tell: Callable[[str], None]) -> None:
+        self._stream, self._tell = stream, tell
+        self.ends: frozenset[int] = frozenset()
+        self._begun = self._ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        for token in value.flatten().tolist() if self._begun else ():
+            self._ended = self._ended or token in self.ends
+            if not self._ended:
+                self._pass_on(self._stream.push(token))
+        self._begun = True
+
+    def end(self) -> None:
+        self._pass_on(self._stream.finish())
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._tell(text)
+
+
+def _generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    chat: bool | None,
+    sampling: Sampling,
+    teller: _Teller | None = None,
+) -> list[str]:
     batch = _encode_prompts(tokenizer, prompts, chat).to(next(model.parameters()).device)
     config = _generation_config(model, tokenizer, sampling)
     options: dict[str, Any] = {"stop_strings": list(sampling.stop), "tokenizer": tokenizer} if sampling.stop else {}
+    if teller is not None:
+        teller.ends = frozenset(config.eos_token_id or [])
+        options["streamer"] = teller
     with evaluating(model), compute_scope(model), _seeded(model, sampling.seed), torch.no_grad():
         tokens = model.generate(**batch, generation_config=config, **options)
     rows = tokens[:, batch["input_ids"].shape[1] :].tolist()
@@ -96,7 +149,8 @@ def generate_texts(
     return [_cut_at(tokenizer.decode(answer, skip_special_tokens=True), sampling.stop) for answer in answers]
 
 
-def _read_settings(settings: dict[str, Any]) -> Sampling:
+def check_settings(settings: dict[str, Any]) -> Sampling:
+    """Settings of generation as `Sampling`. Raises RecipeError for every unknown or impossible one."""
     known = Sampling.__dataclass_fields__
     unknown = [name for name in settings if name not in known]
     if unknown:

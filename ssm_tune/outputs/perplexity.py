@@ -15,6 +15,7 @@ from ssm_tune.recipe import DataSource, RecipeError
 from ssm_tune.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from ssm_tune.data.sources import Source
     from ssm_tune.data.tokens import Documents
 
 LONGEST = 131_072  # tokens of a document that are read as one
@@ -82,14 +83,19 @@ def measure_perplexity(
 
 
 def _read(data: Any, split: str, tokenizer: Any) -> Documents:
-    from ssm_tune.data.sources import open_rows, open_sources, read_examples
+    from ssm_tune.data.sources import read_examples
     from ssm_tune.data.tokens import Encoder
 
+    return Encoder(tokenizer).encode(read_examples(find_texts(data, split), "sft"))
+
+
+def find_texts(data: Any, split: str = "train") -> list[Source]:
+    """Where the texts are, not read yet. Raises RecipeError if they are nowhere."""
+    from ssm_tune.data.sources import open_rows, open_sources
+
     if isinstance(data, str | Path):
-        sources = open_sources([DataSource(path=str(data), split=split)], "perplexity")
-    else:
-        sources = open_rows(data, "perplexity")
-    return Encoder(tokenizer).encode(read_examples(sources, "sft"))
+        return open_sources([DataSource(path=str(data), split=split)], "perplexity")
+    return open_rows(data, "perplexity")
 
 
 def _parts(documents: Documents, count: int, max_length: int) -> Iterator[tuple[Any, Any]]:
