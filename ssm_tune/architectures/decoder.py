@@ -290,7 +290,7 @@ def head_std(config: Any, residual_rms: float) -> float:
     hidden_size * std^2 / rms, must stay well below ln V.
     """
     nats = math.log(config.vocab_size)
-    most = 0.08 * nats
+    most = 0.06 * nats
     if config.tie_word_embeddings:
         most = min(most, residual_rms * max(nats - 3.0, 0.5))
     return min(config.initializer_range, math.sqrt(most / config.hidden_size))
