@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.cpu_conv_loops import conv_backward, conv_forward, find_sources
-from ssm_tune.kernels.cpu_threads import BLOCK, float_array, run_parallel, split_ranges
+from ssm_tune.kernels.cpu_threads import BLOCK, empty, float_array, run_parallel, split_ranges, tensor_like, zeros
 from ssm_tune.kernels.reference import starts_and_padding
 
 
@@ -57,15 +57,15 @@ class _Conv(torch.autograd.Function):
         width = weight.shape[-1]
         sources = _sources(seq_idx, x, width)
         arrays = _arrays(x, weight, bias, initial_state)
-        y = torch.empty(batch, length, dim)
+        y = empty(batch, length, dim)
         run_parallel(
-            partial(conv_forward, *_row(arrays, row), sources[row].numpy(), silu, y[row].numpy(), *channels)
+            partial(conv_forward, *_row(arrays, row), sources[row].numpy(), silu, y[row], *channels)
             for row in range(batch)
             for channels in split_ranges(batch, dim, BLOCK)
         )
         ctx.save_for_backward(x, weight, bias, initial_state, sources)
         ctx.silu = silu
-        return y.to(x.dtype), _remaining(x, initial_state, sources, width)
+        return torch.from_numpy(y).to(x.dtype), _remaining(x, initial_state, sources, width)
 
     @staticmethod
     @once_differentiable
@@ -75,25 +75,24 @@ class _Conv(torch.autograd.Function):
         width = weight.shape[-1]
         arrays = _arrays(x, weight, bias, initial_state)
         grad_out = float_array(grad_y, grad_y.shape)
-        rows = torch.zeros(batch, width - 1 + length, dim)
-        grad_weight, grad_bias = torch.zeros(batch, width, dim), torch.zeros(batch, dim)
+        rows = zeros(batch, width - 1 + length, dim)
+        grad_weight, grad_bias = zeros(batch, width, dim), zeros(batch, dim)
         # What remained in the window is a copy of rows, so its gradient is theirs.
         window = sources[:, -1, 1:].flip(1)
         kept = (window >= 0)[..., None] * grad_final_state.transpose(1, 2).float()
-        rows.scatter_add_(1, window.clamp(min=0)[..., None].expand_as(kept), kept)
+        torch.from_numpy(rows).scatter_add_(1, window.clamp(min=0)[..., None].expand_as(kept), kept)
         jobs = []
         for row in range(batch):
             grads = rows[row, width - 1 :], rows[row, : width - 1], grad_weight[row], grad_bias[row]
-            grads = [t.numpy() for t in grads]
             for channels in split_ranges(batch, dim, BLOCK):
                 given = (*_row(arrays, row), sources[row].numpy(), ctx.silu, grad_out[row])
                 jobs.append(partial(conv_backward, *given, *grads, *channels))
         run_parallel(jobs)
         return (
-            rows[:, width - 1 :].to(x.dtype),
-            grad_weight.sum(0).t().to(weight.dtype),
-            None if bias is None else grad_bias.sum(0).to(bias.dtype),
-            None if initial_state is None else rows[:, : width - 1].transpose(1, 2).to(initial_state.dtype),
+            tensor_like(x, rows[:, width - 1 :]),
+            tensor_like(weight, grad_weight.sum(0).T),
+            tensor_like(bias, grad_bias.sum(0)),
+            tensor_like(initial_state, rows[:, : width - 1].swapaxes(1, 2)),
             None,
             None,
         )

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.cpu_loops import PADDING, STARTS, scan_backward, scan_forward, segment_length
-from ssm_tune.kernels.cpu_threads import BLOCK, float_array, run_parallel, split_ranges
+from ssm_tune.kernels.cpu_threads import BLOCK, empty, float_array, run_parallel, split_ranges, tensor_like, zeros
 from ssm_tune.kernels.reference import starts_and_padding
 
 
@@ -70,22 +70,23 @@ class _SelectiveScan(torch.autograd.Function):
         states = A.shape[-1]
         marks = token_marks(seq_idx, x)
         segments = -(-length // segment_length(states)) if differentiable else 0
-        kept = torch.empty(batch, segments, states, dim)
-        y, final_state = torch.empty(batch, length, dim), torch.empty(batch, dim, states)
+        kept, y = empty(batch, segments, states, dim), empty(batch, length, dim)
+        final_state = empty(batch, dim, states)
         rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
         initial = float_array(initial_state, (batch, dim, states))
-        results = [t.numpy() for t in (y, final_state, kept)]
         flags = (dt_softplus, z is not None, differentiable)
         ranges = split_ranges(batch, dim, BLOCK)
         run_parallel(
-            partial(scan_forward, *_row(rows, row), *flags, initial[row], *(r[row] for r in results), *channels)
+            partial(
+                scan_forward, *_row(rows, row), *flags, initial[row], y[row], final_state[row], kept[row], *channels
+            )
             for row in range(batch)
             for channels in ranges
         )
         if differentiable:
-            ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial_state, marks, kept)
+            ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial_state, marks, torch.from_numpy(kept))
             ctx.dt_softplus = dt_softplus
-        return y.to(x.dtype), final_state
+        return torch.from_numpy(y).to(x.dtype), torch.from_numpy(final_state)
 
     @staticmethod
     @once_differentiable
@@ -96,30 +97,30 @@ class _SelectiveScan(torch.autograd.Function):
         rows = [*_arrays(x, dt, A, B, C, D, z, dt_bias), marks.numpy()]
         grad_outputs = float_array(grad_y, (batch, length, dim)), float_array(grad_final_state, (batch, dim, states))
         ranges = split_ranges(batch, dim, BLOCK)
-        grad_x, grad_dt = torch.empty(2, batch, length, dim)
-        grad_z = torch.empty(batch, length if z is not None else 0, dim)
-        grad_A, grad_initial_state = torch.empty(2, batch, dim, states)
-        grad_D, grad_dt_bias = torch.zeros(2, batch, dim)
-        grad_B, grad_C = torch.zeros(2, len(ranges), batch, length, states)
+        grad_x, grad_dt = empty(2, batch, length, dim)
+        grad_z = empty(batch, length if z is not None else 0, dim)
+        grad_A, grad_initial_state = empty(2, batch, dim, states)
+        grad_D, grad_dt_bias = zeros(2, batch, dim)
+        grad_B, grad_C = zeros(2, len(ranges), batch, length, states)
         flags = (ctx.dt_softplus, z is not None)
         jobs = []
         for row in range(batch):
             for place, channels in enumerate(ranges):
                 grads = (grad_x[row], grad_dt[row], grad_z[row], grad_A[row], grad_B[place, row], grad_C[place, row])
-                grads = [t.numpy() for t in (*grads, grad_D[row], grad_dt_bias[row], grad_initial_state[row])]
+                grads = [*grads, grad_D[row], grad_dt_bias[row], grad_initial_state[row]]
                 grads_in = (kept[row].numpy(), *(g[row] for g in grad_outputs))
                 jobs.append(partial(scan_backward, *_row(rows, row), *flags, *grads_in, *grads, *channels))
         run_parallel(jobs)
         return (
-            grad_x.to(x.dtype),
-            grad_dt.to(dt.dtype),
-            grad_A.sum(0).to(A.dtype),
-            grad_B.sum(0).to(B.dtype),
-            grad_C.sum(0).to(C.dtype),
-            None if D is None else grad_D.sum(0).to(D.dtype),
-            None if z is None else grad_z.to(z.dtype),
-            None if dt_bias is None else grad_dt_bias.sum(0).to(dt_bias.dtype),
-            None if initial_state is None else grad_initial_state.to(initial_state.dtype),
+            tensor_like(x, grad_x),
+            tensor_like(dt, grad_dt),
+            tensor_like(A, grad_A.sum(0)),
+            tensor_like(B, grad_B.sum(0)),
+            tensor_like(C, grad_C.sum(0)),
+            tensor_like(D, grad_D.sum(0)),
+            tensor_like(z, grad_z),
+            tensor_like(dt_bias, grad_dt_bias.sum(0)),
+            tensor_like(initial_state, grad_initial_state),
             None,
             None,
             None,

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.cpu_scan import token_marks
 from ssm_tune.kernels.cpu_ssd_loops import ssd_backward, ssd_forward, ssd_segment_length
-from ssm_tune.kernels.cpu_threads import float_array, run_parallel, split_ranges
+from ssm_tune.kernels.cpu_threads import empty, float_array, run_parallel, split_ranges, tensor_like, zeros
 from ssm_tune.kernels.reference import PADDING, time_step
 
 
@@ -77,19 +77,20 @@ class _SsdScan(torch.autograd.Function):
         states = B.shape[-1]
         marks = token_marks(seq_idx, x)
         segments = -(-length // ssd_segment_length(head_dim, states)) if differentiable else 0
-        kept = torch.empty(batch, segments, heads, head_dim, states)
-        y, final_state = torch.empty(x.shape, dtype=torch.float32), torch.empty(batch, heads, head_dim, states)
+        kept, y = empty(batch, segments, heads, head_dim, states), empty(*x.shape)
+        final_state = empty(batch, heads, head_dim, states)
         given = _Arrays(x, dt, A, B, C, D, marks)
         initial = float_array(initial_state, final_state.shape)
-        results = [t.numpy() for t in (y, final_state, kept)]
         run_parallel(
-            partial(ssd_forward, *given.row(row), differentiable, initial[row], *(r[row] for r in results), *some)
+            partial(
+                ssd_forward, *given.row(row), differentiable, initial[row], y[row], final_state[row], kept[row], *some
+            )
             for row in range(batch)
             for some in split_ranges(batch, heads)
         )
         if differentiable:
-            ctx.save_for_backward(x, dt, A, B, C, D, initial_state, marks, kept)
-        return y.to(x.dtype), final_state
+            ctx.save_for_backward(x, dt, A, B, C, D, initial_state, marks, torch.from_numpy(kept))
+        return torch.from_numpy(y).to(x.dtype), torch.from_numpy(final_state)
 
     @staticmethod
     @once_differentiable
@@ -100,26 +101,26 @@ class _SsdScan(torch.autograd.Function):
         grad_out = float_array(grad_y, grad_y.shape)
         grad_state = float_array(grad_final_state, grad_final_state.shape)
         ranges = split_ranges(batch, heads)
-        grad_x, grad_dt = torch.empty(x.shape, dtype=torch.float32), torch.empty(batch, length, heads)
-        grad_B, grad_C = torch.zeros(2, len(ranges), *B.shape)
-        grad_A, grad_D = torch.zeros(batch, heads), torch.zeros(batch, heads, head_dim)
-        grad_initial_state = torch.empty(grad_final_state.shape)
+        grad_x, grad_dt = empty(*x.shape), empty(batch, length, heads)
+        grad_B, grad_C = zeros(2, len(ranges), *B.shape)
+        grad_A, grad_D = zeros(batch, heads), zeros(batch, heads, head_dim)
+        grad_initial_state = empty(*grad_final_state.shape)
         jobs = []
         for row in range(batch):
             for place, some in enumerate(ranges):
                 grads = (grad_x[row], grad_dt[row], grad_A[row], grad_B[place, row], grad_C[place, row], grad_D[row])
-                grads = [t.numpy() for t in (*grads, grad_initial_state[row])]
+                grads = (*grads, grad_initial_state[row])
                 grads_in = (kept[row].numpy(), grad_out[row], grad_state[row])
                 jobs.append(partial(ssd_backward, *given.row(row), *grads_in, *grads, *some))
         run_parallel(jobs)
         return (
-            grad_x.to(x.dtype),
-            grad_dt.to(dt.dtype),
-            grad_A.sum(0).to(A.dtype),
-            grad_B.sum(0).to(B.dtype),
-            grad_C.sum(0).to(C.dtype),
-            None if D is None else grad_D.sum(0).to(D.dtype),
-            None if initial_state is None else grad_initial_state.to(initial_state.dtype),
+            tensor_like(x, grad_x),
+            tensor_like(dt, grad_dt),
+            tensor_like(A, grad_A.sum(0)),
+            tensor_like(B, grad_B.sum(0)),
+            tensor_like(C, grad_C.sum(0)),
+            tensor_like(D, grad_D.sum(0)),
+            tensor_like(initial_state, grad_initial_state),
             None,
             None,
         )

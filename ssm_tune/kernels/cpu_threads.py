@@ -61,3 +61,18 @@ def float_array(tensor: Tensor | None, shape: tuple[int, ...]) -> np.ndarray:
     if tensor is None:
         return np.zeros(shape, np.float32)
     return tensor.detach().to(torch.float32).contiguous().numpy()
+
+
+def empty(*shape: int) -> np.ndarray:
+    """An array for results, float32 whatever PyTorch's default is."""
+    return np.empty(shape, np.float32)
+
+
+def zeros(*shape: int) -> np.ndarray:
+    """The same, of zeros."""
+    return np.zeros(shape, np.float32)
+
+
+def tensor_like(tensor: Tensor | None, array: np.ndarray) -> Tensor | None:
+    """The gradient by a tensor, in its dtype; None where there was no tensor."""
+    return None if tensor is None else torch.from_numpy(array).to(tensor.dtype)

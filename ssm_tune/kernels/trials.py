@@ -42,11 +42,11 @@ def run_trial(operation: str, function: Callable[..., Any], device: torch.device
 
 def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[str]]:
     """Tensors in the order of the signature, the other arguments, and the names of tensors that stay float32."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         # Rounded to bfloat16, so that both dtypes start from the same numbers.
-        return torch.randn(shape, generator=generator, device="cpu").bfloat16().float()
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16().float()
 
     batch, length, dim, state, heads, groups, width = 2, 20, 128, 16, 2, 1, 4
     wide = {"A", "D", "dt_bias", "state"}
@@ -108,6 +108,6 @@ def _results(
         tensor.requires_grad_()
     output = function(**inputs, **kwargs)
     # Not the sum: a gradient of ones hides errors that cancel.
-    slope = torch.linspace(-1, 1, output.numel(), device="cpu").view(output.shape).to(device, output.dtype)
-    gradients = torch.autograd.grad(output, list(inputs.values()), slope)
+    slope = torch.linspace(-1, 1, output.numel(), dtype=torch.float32, device="cpu").view(output.shape)
+    gradients = torch.autograd.grad(output, list(inputs.values()), slope.to(device, output.dtype))
     return {"output": output.detach()} | {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import conv_tensors, scan_tensors
+from comparison import conv_tensors, scan_tensors, ssd_tensors
 
 from ssm_tune.kernels import (
     KernelError,
@@ -22,6 +22,7 @@ from ssm_tune.kernels import (
     rms_norm,
     selective_scan,
     set_kernel_order,
+    ssd_scan,
 )
 from ssm_tune.kernels.backends import Backend, Unsupported
 
@@ -282,6 +283,23 @@ def test_a_first_call_in_any_mode_of_pytorch(mode: Callable[[], Any]) -> None:
     with mode():
         selective_scan(**tensors)
         causal_conv1d(**{name: tensor.float() for name, tensor in conv_tensors(length=3).items()})
+    assert all(choice.reason == "" for choice in kernel_report("cpu"))
+
+
+def test_whatever_the_defaults_of_pytorch_are() -> None:
+    scan = {name: t.float().requires_grad_() for name, t in scan_tensors(length=3).items()}
+    ssd = {name: t.float().requires_grad_() for name, t in ssd_tensors(length=3).items()}
+    conv = {name: t.float().requires_grad_() for name, t in conv_tensors(length=3).items()}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            for operation, tensors in ((selective_scan, scan), (ssd_scan, ssd), (causal_conv1d, conv)):
+                y, state = operation(**tensors, return_final_state=True)
+                (y.square().sum() + state.square().sum()).backward()
+                assert {t.dtype for t in (y, state, tensors["x"].grad)} == {torch.float32}
+                assert tensors["x"].grad.isfinite().all()
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert all(choice.reason == "" for choice in kernel_report("cpu"))
 
 
