@@ -172,7 +172,12 @@ _SAMPLING = {
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|MODEL", help="a run folder, a model folder or a Hub name")
-    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--prompt", metavar="TEXT")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="lines of a .txt file, or rows with a prompt column"
+    )
+    parser.add_argument("--stream", action="store_true", help="print the answer while it is written")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="prompts of a file that are answered together")
     for name, kind in _SAMPLING.items():
         text = "0: always the likeliest token (the default)" if name == "temperature" else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="N")
@@ -185,10 +190,24 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_MEASURED = (
+    *("tasks", "limit", "batch_size", "num_fewshot", "include_path", "allow_code_execution"),
+    *("perplexity", "split", "window", "stride", "max_length", "output"),
+)
+
+
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|MODEL", help="a run folder, a model folder or a Hub name")
-    parser.add_argument("--tasks", required=True, help="names of lm-eval tasks, separated by commas")
-    parser.add_argument("--limit", type=float, metavar="N", help="rows of each task, or below 1 a share of them")
+    parser.add_argument("--tasks", help="names of lm-eval tasks or of our own (mqar, passkey_4k, ...), with commas")
+    parser.add_argument(
+        "--perplexity", metavar="FILE|DATASET", help="predict these texts; by position up to 128K tokens"
+    )
+    parser.add_argument("--split", help="of the data set")
+    parser.add_argument("--window", type=int, metavar="N", help="tokens seen at most (default: all from the beginning)")
+    parser.add_argument("--stride", type=int, metavar="N", help="tokens by which the window moves")
+    parser.add_argument("--max-length", type=int, metavar="N", help="longest context, or text that is read as one")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the results go (default: into the run)")
+    parser.add_argument("--limit", type=float, metavar="N", help="rows of each task, or below 1 a share; texts")
     parser.add_argument("--batch-size", type=int, metavar="N")
     parser.add_argument("--num-fewshot", type=int, metavar="N")
     parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="further lm-eval task files")
@@ -270,11 +289,10 @@ def run_recipes(arguments: argparse.Namespace) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
-    from ssm_tune.outputs.generate import generate_text
-    from ssm_tune.outputs.run import load_source
+    from ssm_tune.outputs.answers import answer_source
 
-    model, tokenizer = load_source(arguments.source)
-    print(generate_text(model, tokenizer, arguments.prompt, **_given(arguments, *_SAMPLING, "stop", "chat")))
+    settings = _given(arguments, "prompt", "prompts", "stream", "batch_size", *_SAMPLING, "stop", "chat")
+    answer_source(arguments.source, **settings)
 
 
 def run_merge(arguments: argparse.Namespace) -> None:
@@ -284,18 +302,9 @@ def run_merge(arguments: argparse.Namespace) -> None:
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
-    import json
+    from ssm_tune.outputs.measurements import measure_source
 
-    from ssm_tune.outputs.evaluate import evaluate_model
-    from ssm_tune.outputs.run import Run, load_source
-
-    settings = _given(arguments, "limit", "batch_size", "num_fewshot", "include_path", "allow_code_execution")
-    if (Path(arguments.source) / "run.json").exists():
-        results = Run.load(arguments.source).evaluate(arguments.tasks, **settings)
-        print(f"{Path(arguments.source) / 'eval.json'} written", file=sys.stderr)
-    else:
-        results = evaluate_model(*load_source(arguments.source), arguments.tasks, **settings)
-    print(json.dumps(results["results"], indent=2))
+    measure_source(arguments.source, **_given(arguments, *_MEASURED))
 
 
 def run_push(arguments: argparse.Namespace) -> None:

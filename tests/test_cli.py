@@ -242,6 +242,39 @@ def test_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "function", "expected"),
     [
         (
+            "generate RUN --prompt a=b --max-new-tokens 3 --temperature 0 --seed 1 --no-chat --stop x",
+            "ssm_tune.outputs.answers.answer_source",
+            (
+                ("RUN",),
+                {
+                    **{"prompt": "a=b", "stream": False, "max_new_tokens": 3, "temperature": 0.0, "seed": 1},
+                    **{"chat": False, "stop": ["x"]},
+                },
+            ),
+        ),
+        (
+            "generate RUN --prompts p.jsonl --batch-size 4 --min-p 0.1 --repetition-penalty 1.2",
+            "ssm_tune.outputs.answers.answer_source",
+            (
+                ("RUN",),
+                {
+                    **{"prompts": Path("p.jsonl"), "batch_size": 4, "stream": False},
+                    **{"min_p": 0.1, "repetition_penalty": 1.2},
+                },
+            ),
+        ),
+        (
+            "eval RUN --tasks mqar,piqa --limit 0.5 --perplexity text.txt --window 512 --output out",
+            "ssm_tune.outputs.measurements.measure_source",
+            (
+                ("RUN",),
+                {
+                    **{"tasks": "mqar,piqa", "limit": 0.5, "perplexity": "text.txt", "window": 512},
+                    **{"output": Path("out"), "allow_code_execution": False},
+                },
+            ),
+        ),
+        (
             "serve RUN --port 7000 --max-batch 4 --timeout 2.5",
             "ssm_tune.outputs.serve.start_server",
             (("RUN",), {"port": 7000, "max_batch": 4, "timeout": 2.5, "token": "secret"}),
@@ -270,22 +303,6 @@ def test_options_reach_the_function_and_only_those_written(
     monkeypatch.setattr(function, lambda *given, **named: calls.append((given, named)))
     assert cli.main(words.split()) == 0
     assert calls == [expected]
-
-
-def test_generate_passes_its_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr("ssm_tune.outputs.run.load_source", lambda source: (f"model of {source}", "tokenizer"))
-
-    def generate_text(*given: Any, **named: Any) -> str:
-        calls.append((given, named))
-        return "an answer"
-
-    monkeypatch.setattr("ssm_tune.outputs.generate.generate_text", generate_text)
-    words = ["--max-new-tokens", "3", "--temperature", "0", "--seed", "1", "--no-chat", "--stop", "x"]
-    assert cli.main(["generate", "RUN", "--prompt", "a = b", *words]) == 0
-    settings = {"max_new_tokens": 3, "temperature": 0.0, "seed": 1, "chat": False, "stop": ["x"]}
-    assert calls == [(("model of RUN", "tokenizer", "a = b"), settings)]
-    assert capsys.readouterr().out == "an answer\n"
 
 
 # --- validate ------------------------------------------------------------------------------------------------------
