@@ -108,5 +108,7 @@ def _follow_up(run: Run, recipe: Recipe) -> None:
             limit=recipe.evaluation.limit,
             allow_code_execution=recipe.evaluation.allow_code_execution,
         )
+    if recipe.evaluation.perplexity is not None:
+        run.measure_perplexity(recipe.evaluation.perplexity)
     if recipe.hub.push is not None:
         run.push(recipe.hub.repo, private=recipe.hub.private, what=recipe.hub.push)

@@ -69,6 +69,16 @@ class Run:
         RunFolder(self.output_dir).write_json("eval.json", results)
         return results
 
+    def measure_perplexity(self, data: Any, **settings: Any) -> dict[str, Any]:
+        """Predict texts (a file, a folder, a Hub name, rows in memory), write perplexity.json and perplexity.png into
+        the run, and return the figures; see `outputs.perplexity.measure_perplexity`.
+        """
+        from ssm_tune.outputs.perplexity import measure_perplexity, write_perplexity
+
+        found = measure_perplexity(self.model, self.tokenizer, data, **settings)
+        write_perplexity(self.output_dir, found)
+        return found
+
     def merge(self, path: str | Path | None = None, dtype: str | torch.dtype | None = None) -> Path:
         """Write a model with the adapter merged in (default: `<run>/merged`); this run's own model stays as it is.
 

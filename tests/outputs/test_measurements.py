@@ -47,6 +47,21 @@ def test_a_model_is_measured_and_nothing_is_written_unless_asked(tmp_path: Path,
     assert {file.name for file in (tmp_path / "out" / "here").iterdir()} == {"perplexity.json", "perplexity.png"}
 
 
+def test_a_recipe_asks_for_perplexity_at_the_end_of_its_run(make_run: MakeRun, text: Path) -> None:
+    from ssm_tune.closing import _follow_up
+    from ssm_tune.outputs.run import Run
+    from ssm_tune.recipe import recipe_from_dict
+
+    folder, _ = make_run()
+    sections = {
+        "model": {"name": "m"},
+        "data": {"train": [{"path": str(text)}]},
+        "evaluation": {"perplexity": str(text)},
+    }
+    _follow_up(Run.load(folder), recipe_from_dict(sections))
+    assert json.loads((folder / "perplexity.json").read_text())["documents"] == 1
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
