@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ssm_tune.recipe import RecipeError
@@ -216,16 +216,76 @@ _ROWS = (
 
 FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
 
+_MAMBA3_PARAMETERS = ("dt_bias", "B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o")
+_MAMBA_HYBRID = Family(
+    model_type="mamba_hybrid",
+    block="DecoderBlock",
+    mixer="MambaMixer",
+    mixer_path="mixer",
+    projections=("in_proj", "x_proj", "dt_proj", "out_proj"),
+    attention=_ATTENTION,
+    mlp=_GATED_MLP,
+    portable=("in_proj", "x_proj", "dt_proj", "out_proj", *_ATTENTION, *_GATED_MLP),
+    ssm_parameters=("A_log", "D", "dt_proj.bias"),
+    exact=True,
+)
+_OWN_ROWS = (
+    Family(
+        model_type="mamba3",
+        block="DecoderBlock",
+        mixer="Mamba3Mixer",
+        mixer_path="mixer",
+        projections=("in_proj", "out_proj"),
+        attention=_ATTENTION,
+        mlp=_GATED_MLP,
+        portable=("in_proj", "out_proj", *_ATTENTION, *_GATED_MLP),
+        ssm_parameters=_MAMBA3_PARAMETERS,
+        exact=True,
+    ),
+    _MAMBA_HYBRID,
+    replace(_MAMBA_HYBRID, model_type="samba"),
+    Family(
+        model_type="h3",
+        block="DecoderBlock",
+        mixer="H3Mixer",
+        mixer_path="mixer",
+        projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+        attention=_ATTENTION,
+        mlp=("up_proj", "down_proj"),
+        portable=("out_proj", *_ATTENTION, "up_proj", "down_proj"),
+        ssm_parameters=(
+            *("shift.B", "shift.C", "shift_D", "D"),
+            *(f"diagonal.{name}" for name in ("log_dt", "inv_A_real", "A_imag", "B", "C")),
+        ),
+        exact=True,
+    ),
+    Family(
+        model_type="llama",
+        block="LlamaDecoderLayer",
+        mixer="",
+        mixer_path="",
+        projections=(),
+        attention=_ATTENTION,
+        mlp=_GATED_MLP,
+        portable=(*_ATTENTION, *_GATED_MLP),
+        ssm_parameters=(),
+        exact=True,
+    ),
+)
+# Models that need no forwards of ours put in: those of `ssm_tune.architectures`, and the Transformer to compare with.
+OWN_FAMILIES: dict[str, Family] = {row.model_type: row for row in _OWN_ROWS}
+
 
 def family_of(model_type: str) -> Family:
     """The row of a model_type; RecipeError with the nearest names if there is none."""
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    near = difflib.get_close_matches(model_type, FAMILIES, n=3)
+    known = FAMILIES | OWN_FAMILIES
+    if model_type in known:
+        return known[model_type]
+    near = difflib.get_close_matches(model_type, known, n=3)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise RecipeError(
         f"model.name: a model of type {model_type!r} is not one that ssm-tune can train.{hint} "
-        f"It trains {', '.join(FAMILIES)}."
+        f"It trains {', '.join(known)}."
     )
 
 

@@ -322,13 +322,13 @@ def test_validate_finds_mistakes_in_files_all_at_once(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}\n")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     overrides = ["tokenizer.chat_template=chat.jinja", "model.name=model"]
     assert cli.main(["validate", recipe, *overrides]) == 2
     error = capsys.readouterr().err
     assert "rows.jsonl, line 2" in error
     assert "chat.jinja, line 1: does not render a question and an answer" in error
-    assert "'llama' is not one that ssm-tune can train" in error
+    assert "'gpt2' is not one that ssm-tune can train" in error
 
 
 def test_validate_checks_targets_against_the_model(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,10 +73,10 @@ def test_shared_weights_are_named(kind: str) -> None:
 
 
 def test_unknown_types_get_the_nearest_name() -> None:
-    with pytest.raises(RecipeError, match=r"'mamba3'.*Did you mean mamba"):
-        family_of("mamba3")
+    with pytest.raises(RecipeError, match=r"'mamba4'.*Did you mean mamba"):
+        family_of("mamba4")
     with pytest.raises(RecipeError, match="It trains mamba, "):
-        family_of("llama")
+        family_of("gpt2")
 
 
 def test_nothing_is_refused_where_all_is_right() -> None:

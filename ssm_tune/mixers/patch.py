@@ -8,7 +8,7 @@ from types import MethodType
 from torch import nn
 from transformers import PreTrainedModel
 
-from ssm_tune.families import Family, family_of
+from ssm_tune.families import OWN_FAMILIES, Family, family_of
 from ssm_tune.mixers.classes import Patched, patched_class
 from ssm_tune.mixers.hybrid import HybridBackbone, HybridCausalLM, JambaMambaLayer
 from ssm_tune.mixers.language_model import Backbone, Block, CausalLM
@@ -42,14 +42,16 @@ def patch_model(model: nn.Module) -> nn.Module:
 
     Works on transformers models and on PEFT models round them, before or after adapters are put in. Parameters, their
     names and the names of classes stay as they are, so saving, sharding by class name and loading elsewhere are not
-    touched. Patching a second time does nothing. Families that have no mixers of ours yet are left as they are, and
-    that is logged.
+    touched. Patching a second time does nothing. Our own models need none. Families that have no mixers of ours yet
+    are left as they are, and that is logged.
 
     Raises:
         RecipeError: the model is of no family that ssm-tune knows.
         ValueError: the model cannot be patched as it is; the message says why and what to do.
     """
     family = _find_family(model)
+    if family.model_type in OWN_FAMILIES:
+        return model
     if family.kind is None:
         logger.warning("%s has no mixer of ours: it keeps transformers' own forward.", family.model_type)
         return model
@@ -68,7 +70,7 @@ def patch_model(model: nn.Module) -> nn.Module:
 
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Put transformers' own forwards back; in place, and given back. A model that is not patched is left as it is."""
-    patched = [module for module in model.modules() if isinstance(module, Patched)]
+    patched = [module for module in model.modules() if "stock" in vars(type(module))]  # not our own models' mixers
     for module in patched:
         _check_patchable(module)
     for module in patched:

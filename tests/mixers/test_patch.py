@@ -15,7 +15,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from rows import make_documents, packed, relative_error, run
 from tiny import KINDS, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ssm_tune import RecipeError
 from ssm_tune.families import family_of
@@ -134,10 +134,8 @@ def test_other_activations_are_refused() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    )
-    with pytest.raises(RecipeError, match="llama"):
-        patch_model(llama)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(RecipeError, match="gpt2"):
+        patch_model(gpt2)
     with pytest.raises(ValueError, match="no transformers model"):
         patch_model(torch.nn.Linear(2, 2))
