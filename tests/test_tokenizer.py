@@ -49,7 +49,7 @@ def config(rows: int) -> Any:
     [
         (("<e>", "<p>"), {"eos_token": "<e>", "pad_token": "<p>"}, 8, "<p>"),
         (("<e>", "<|padding|>"), {"eos_token": "<e>", "pad_token": "<e>"}, 8, "<|padding|>"),
-        (("<e>", "<reserved_1>", "<pad_x>"), {"eos_token": "<e>"}, 8, "<pad_x>"),
+        (("<e>", "<a_reserved>", "<pad_x>"), {"eos_token": "<e>"}, 8, "<pad_x>"),
         (("<e>", "<reserved_1>", "<u>"), {"eos_token": "<e>", "unk_token": "<u>"}, 8, "<reserved_1>"),
         (("<e>", "<u>"), {"eos_token": "<e>", "unk_token": "<u>"}, 8, "<u>"),
         (("<e>",), {"eos_token": "<e>", "unk_token": "<e>", "bos_token": "<e>"}, 8, "<pad>"),

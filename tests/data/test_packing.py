@@ -27,9 +27,9 @@ def test_little_padding():
 
 
 def test_the_best_fit_is_taken():
-    # 6 and 5 open rows with 4 and 5 left; 4 fits best behind the 6, 5 behind the 5.
-    rows = pack(np.array([6, 5, 5, 4]), 10, seed=0)
-    assert sorted(sorted(row) for row in rows) == [[0, 3], [1, 2]]
+    # 6 fits behind 14 and behind 13. Behind 13 it would leave one place empty, and 4 and 3 would need a third row.
+    rows = pack(np.array([14, 13, 6, 4, 3]), 20, seed=0)
+    assert sorted(sorted(row) for row in rows) == [[0, 2], [1, 3, 4]]
 
 
 def test_full_rows_take_nothing_more():
@@ -40,6 +40,11 @@ def test_the_seed_alone_decides_the_order():
     lengths = realistic(500, 512)
     assert pack(lengths, 512, seed=3) == pack(lengths, 512, seed=3)
     assert pack(lengths, 512, seed=3) != pack(lengths, 512, seed=4)
+
+
+def test_neighbours_of_one_length_do_not_stay_together():
+    rows = pack(np.full(200, 10), 20, seed=0)
+    assert sum(abs(first - second) == 1 for first, second in rows) < 10
 
 
 def test_a_document_that_does_not_fit_is_an_error():

@@ -282,3 +282,12 @@ def test_report_is_for_readers():
     text = str(data.report)
     assert data.report.eval.eval is None
     assert "23 rows" in text and "held out: 6 rows" in text and "columns not used: id" in text
+
+
+def test_of_one_text_only_pretraining_holds_the_end_out():
+    text = [{"text": "".join(chr(97 + number % 26) for number in range(200))}]
+    data = prepare(text, max_length=16, task="pretrain", eval_fraction=0.1)
+    assert documents(data.eval)[-1][1].endswith("qr<e>") and len(data.eval) == 1
+    assert data.report.rows == data.report.eval.rows == 1
+    with pytest.raises(RecipeError, match="cannot be split"):
+        prepare(text, max_length=16, eval_fraction=0.1)
