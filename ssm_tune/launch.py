@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -114,10 +115,13 @@ def _run(launcher_arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    importlib.import_module("torch.distributed.run")  # makes the loggers that are quietened below
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
     parsed: argparse.Namespace = launch_command_parser().parse_args(launcher_arguments)
     # The processes have told what went wrong themselves; the launcher's own table of it would only bury that.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         launch_command(parsed)
     except ChildFailedError as error:
