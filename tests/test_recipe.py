@@ -243,6 +243,12 @@ def test_every_mistake_at_once_under_a_second_and_without_torch(write, tmp_path:
     assert imported == "[]"
 
 
+def test_an_environment_variable_that_is_not_text(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN", "a\udc80")
+    mistakes = mistakes_of(write(GOOD + "training: {run_name: '${oc.env:RUN}'}\n"))
+    assert mistakes == ["x.yaml: training.run_name holds characters that cannot be written as text: 'a\\udc80'"]
+
+
 def test_what_yaml_1_1_reads_strangely_means_what_it_says(write) -> None:
     recipe = load_recipe(
         write(
@@ -264,7 +270,9 @@ def test_what_yaml_1_1_reads_strangely_means_what_it_says(write) -> None:
 
 
 def test_a_byte_order_mark_is_not_part_of_the_text(write) -> None:
-    assert load_recipe(write(b"\xef\xbb\xbf" + GOOD.encode())).model.name == "org/model"
+    recipe = load_recipe(write(b"\xef\xbb\xbf" + GOOD.encode()))
+    assert recipe.model.name == "org/model"
+    assert recipe.text == GOOD
 
 
 def test_files_that_are_not_utf8(write) -> None:
