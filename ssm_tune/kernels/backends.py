@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +117,6 @@ class _Settings:
     def __init__(self) -> None:
         self.order: tuple[str, ...] = ()
         self.required = False
-        self.lock = threading.RLock()
         self.trials: dict[tuple[Backend, str], str] = {}  # "" where the trial succeeded, else what went wrong
         self.lists: dict[tuple[str, str], tuple[Backend, ...]] = {}
         self.said: set[tuple[str, ...]] = set()
@@ -141,11 +139,8 @@ def set_kernel_order(order: Sequence[str] | None, required: bool = False) -> Non
             near = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"kernels.order: {name!r} is not a backend.{hint} There are: {', '.join(names)}.")
-    with _settings.lock:
-        _settings.order = tuple(order or ())
-        _settings.required = required
-        _settings.lists = {}
-        _settings.said = set()
+    _settings.order, _settings.required = tuple(order or ()), required
+    _settings.lists, _settings.said = {}, set()
 
 
 def call(operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +163,7 @@ def call(operation: str, *args: Any, **kwargs: Any) -> Any:
 
 def kernel_report(device: torch.device | str) -> list[KernelChoice]:
     """What serves each operation on `device`, after trying; a call that a backend cannot serve goes to the next."""
-    device = torch.device(device)
+    device = torch.empty(0, device=device).device  # "cuda" is the current one of several
     choices = []
     for operation in OPERATIONS:
         reasons: list[str] = []
@@ -212,10 +207,8 @@ def _failure(backend: Backend, device: torch.device) -> str:
     key = (backend, str(device))
     found = _settings.trials.get(key)
     if found is None:
-        with _settings.lock:
-            found = _settings.trials.get(key)
-            if found is None:
-                found = _settings.trials[key] = _try(backend, device)
+        # Not under a lock, since a trial has a thread of its own: two threads may try the same, and find the same.
+        found = _settings.trials[key] = _try(backend, device)
     return found
 
 

@@ -11,7 +11,8 @@ Two habits below are for the vectoriser. Channels are counted in unsigned intege
 would be tested for being negative, and a loop with such tests is not vectorised. And a loop writes to few arrays: it
 is vectorised only while testing that they do not overlap stays cheap.
 
-Every array is float32 and C-contiguous, `marks` int8. Importing this module imports numba.
+The first call compiles, 5 to 10 s for all loops of one operation; later processes read the code from disk. Every
+array is float32 and C-contiguous, `marks` int8. Importing this module imports numba.
 """
 
 from __future__ import annotations

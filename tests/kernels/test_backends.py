@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import conv_tensors, scan_tensors, ssd_tensors
+from torch.utils.checkpoint import checkpoint
 
 from ssm_tune.kernels import (
     KernelError,
@@ -300,6 +301,14 @@ def test_whatever_the_defaults_of_pytorch_are() -> None:
                 assert tensors["x"].grad.isfinite().all()
     finally:
         torch.set_default_dtype(torch.float32)
+    assert all(choice.reason == "" for choice in kernel_report("cpu"))
+
+
+def test_a_first_call_inside_gradient_checkpointing() -> None:
+    """Its hooks count what is saved in the forward and in the second forward, in which no trial happens any more."""
+    leaves = {name: tensor.float().requires_grad_() for name, tensor in scan_tensors(length=3).items()}
+    checkpoint(lambda: selective_scan(**leaves), use_reentrant=False).sum().backward()
+    assert leaves["x"].grad.isfinite().all()
     assert all(choice.reason == "" for choice in kernel_report("cpu"))
 
 
