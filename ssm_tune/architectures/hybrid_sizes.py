@@ -62,6 +62,10 @@ def _h3_pattern(name: str) -> str:
     return "".join(("*-" if index in attention else "M-") for index in range(layers))
 
 
+# Without routers there is no loss to balance them, which trainers add for a coefficient that is not zero.
+_NO_EXPERTS = {"num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}
+
+
 def _own_order(model_type: str, **defaults: Any) -> Blueprint:
     """A model of transformers whose order of layers, and all else, is said by its config's own fields."""
     return Blueprint(model_type, layered=False, in_proportion=False, defaults=defaults)
@@ -108,8 +112,8 @@ HYBRIDS: dict[str, Blueprint] = {
 JAMBA = Blueprint(
     "jamba",
     renamed=_JAMBA_NAMES,
-    hidden=("attn_layer_period", "attn_layer_offset", "num_experts", "num_experts_per_tok"),
-    defaults={"num_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    hidden=("attn_layer_period", "attn_layer_offset", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+    defaults={**_NO_EXPERTS, "num_experts": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     multiple=8,
 )
 
@@ -152,10 +156,10 @@ BLUEPRINTS: dict[str, Blueprint] = {
         },
     ),
     # Models of transformers whose order of layers is their own.
-    "jamba": _own_order("jamba", num_experts=1, num_experts_per_tok=1, rms_norm_eps=1e-5),
+    "jamba": _own_order("jamba", **_NO_EXPERTS, num_experts=1, rms_norm_eps=1e-5),
     "nemotron_h": _own_order("nemotron_h"),
     "zamba2": _own_order("zamba2"),
     "bamba": _own_order("bamba"),
     "falcon_h1": _own_order("falcon_h1"),
-    "granitemoehybrid": _own_order("granitemoehybrid", num_local_experts=0, num_experts_per_tok=0),
+    "granitemoehybrid": _own_order("granitemoehybrid", **_NO_EXPERTS | {"num_experts_per_tok": 0}, num_local_experts=0),
 }
