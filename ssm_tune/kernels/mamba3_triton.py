@@ -86,7 +86,7 @@ def _scan_documents(
     begins[1:] |= row[1:] != row[:-1]
     first = begins.nonzero()[:, 0]
     borders = torch.cat([first, first.new_tensor([real.numel()])]).to(torch.int32)
-    flat = Mamba3Inputs(*(None if part is None else part.flatten(0, 1)[real][None] for part in inputs))
+    flat = Mamba3Inputs(*(None if part is None else part.flatten(0, 1).index_select(0, real)[None] for part in inputs))
     states = None
     if initial_state is not None:
         row_of_first = row[first]

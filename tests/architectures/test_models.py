@@ -144,9 +144,12 @@ def test_saved_and_loaded_is_equal_to_the_bit(kind: str, tmp_path: Path) -> None
 def test_bfloat16_is_near_float32(kind: str) -> None:
     model = make_model(kind)
     text = documents((12,))[0]
-    expected = model(text, use_cache=False).logits
+    expected = model(text, use_cache=False).logits.detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = model(text, use_cache=False).logits
+        output = model.train()(text, labels=text, use_cache=False)
+    output.loss.backward()
+    mixed = output.logits.detach()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     low = make_model(kind).to(torch.bfloat16)(text, use_cache=False).logits
     scale = expected.abs().max()
     assert mixed.dtype == low.dtype == torch.float32
