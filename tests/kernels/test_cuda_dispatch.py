@@ -160,6 +160,17 @@ def test_selective_scan_in_parts_within_32_bit_offsets(largest: int, monkeypatch
         module.selective_scan(**tensors)
 
 
+def test_the_step_that_forgets_counts_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a step of 64 a bias of -2 is a part that shows; of the real one it is two millionths.
+    monkeypatch.setattr(ours("mamba_ssm_scan"), "_FORGETTING_STEP", 64.0)
+    tensors = scan_tensors(dim=6, state=4, without=("initial_state",))
+    tensors["A"] = tensors["A"] - 2
+    given = {name: None if t is None else t.float() for name, t in tensors.items()}
+    given["seq_idx"] = seq_idx_of("start in the middle")
+    y = ours("mamba_ssm_scan").selective_scan(**given)
+    torch.testing.assert_close(y, kernels.reference.selective_scan(**given))
+
+
 def test_selective_scan_refuses_what_the_kernel_cannot_do() -> None:
     module = ours("mamba_ssm_scan")
     with pytest.raises(Unsupported, match="float64"):
@@ -208,6 +219,13 @@ def test_ssd_scan_in_parts_within_32_bit_offsets(documents: str, largest: int, m
     monkeypatch.setattr(module, "_LARGEST", 8)
     with pytest.raises(Unsupported, match="beyond 32-bit offsets"):
         module.ssd_scan(**{name: t.float() for name, t in ssd_tensors().items()})
+
+
+def test_ssd_scan_counts_its_output_where_the_input_is_repeated() -> None:
+    module = ours("mamba_ssm_ssd")
+    token = ssd_tensors(batch=1, length=1, heads=64, head_dim=64, groups=1, state=1)
+    x, dt, B, C = (token[name].expand(1, 2**20, *token[name].shape[2:]) for name in ("x", "dt", "B", "C"))
+    assert module._piece_that_fits(x, dt, B, C, 256) == (1, (2**31 - 1) // (64 * 64) // 256 * 256)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
