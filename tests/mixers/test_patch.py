@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from rows import make_documents, packed, relative_error, run
 from tiny import KINDS, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -102,6 +102,24 @@ def test_before_or_after_adapters(kind: str) -> None:
     assert type(merged).__name__ == type(tiny_model(kind)).__name__
     assert relative_error(logits(merged), logits(before)) < 1e-5
     assert not is_patched(unpatch_model(merged))
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_portable_adapters_are_right_in_plain_peft(kind: str, tmp_path: Path) -> None:
+    """Trained here, loaded by PEFT into the stock model without anything of ours."""
+    family = family_of(tiny_config(kind).model_type)
+    config = LoraConfig(r=2, target_modules=list(family.portable), init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(patch_model(tiny_model(kind)), config).eval()
+    adapted.save_pretrained(tmp_path)
+    ids = make_documents()[2][None]
+    with torch.no_grad():
+        wanted = adapted(input_ids=ids, use_cache=False).logits
+        plain = PeftModel.from_pretrained(tiny_model(kind), tmp_path).eval()
+        assert not is_patched(plain)
+        assert relative_error(plain(input_ids=ids, use_cache=False).logits, wanted) < 1e-5
+        assert (
+            relative_error(tiny_model(kind)(ids, use_cache=False).logits, wanted) > 1e-3
+        )  # the adapter does something
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
