@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from rows import relative_error
+from serving import serving
 from tiny import HYBRID, PURE, tiny_model
 
 from ssm_tune.mixers import patch_model
@@ -21,8 +23,9 @@ PLAN = (0, 1, 2, None, 3, None, -1, 4, None, 5, None, -2, None, None, -1, None, 
 @torch.no_grad()
 def prompts_and_answers(model: Any) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
     """Prompts, tokens that follow them, and the logits after each of those tokens when a row decodes alone."""
-    prompts = [torch.randint(6, 260, (1, length)) for length in LENGTHS]
-    tokens = torch.randint(6, 260, (len(LENGTHS), STEPS))
+    device = model.get_input_embeddings().weight.device
+    prompts = [torch.randint(6, 260, (1, length)).to(device) for length in LENGTHS]
+    tokens = torch.randint(6, 260, (len(LENGTHS), STEPS)).to(device)
     alone = []
     for prompt, row in zip(prompts, tokens, strict=True):
         cache, logits = model(prompt, use_cache=True).cache, []
@@ -63,6 +66,24 @@ def test_rows_that_come_and_go_decode_as_alone(kind: str) -> None:
     states, worst = largest_error(patch_model(tiny_model(kind)), make_states)
     assert isinstance(states, BatchedStates)
     assert worst < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PURE)
+def test_rows_on_a_gpu_decode_as_alone(kind: str) -> None:
+    states, worst = largest_error(patch_model(tiny_model(kind)).cuda(), make_states)
+    assert isinstance(states, BatchedStates)
+    assert worst < 2e-3  # Triton's products in TF32
+
+
+@pytest.mark.gpu
+def test_a_gpu_answers_as_it_does_alone() -> None:
+    with serving(patch_model(tiny_model("mamba")).cuda()) as served, ThreadPoolExecutor(8) as threads:
+        prompts = ["the state " * number for number in range(1, 17)]
+        fields = {"max_tokens": 8, "temperature": 1.0, "seed": 1, "top_p": 0.9, "logprobs": 2}
+        alone = [served.complete(prompt=prompt, **fields) for prompt in prompts]
+        together = list(threads.map(lambda prompt: served.complete(prompt=prompt, **fields), prompts))
+    assert [a["choices"][0]["text"] for a in alone] == [a["choices"][0]["text"] for a in together]
 
 
 def test_rows_with_caches_of_their_own_decode_as_alone() -> None:
