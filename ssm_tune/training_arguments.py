@@ -74,6 +74,8 @@ def build_arguments(
         chosen["eval_on_start"] = False  # it was done when the run began
     if not torch.cuda.is_available():
         chosen["dataloader_pin_memory"] = given.get("dataloader_pin_memory", False)
+    if not torch.accelerator.is_available():
+        chosen["use_cpu"] = True  # else TrainingArguments refuses bf16, and a GPU's recipe would not run on a CPU
     if world_size() > 1 and "ddp_find_unused_parameters" not in given:
         chosen["ddp_find_unused_parameters"] = False
     accumulation = _accumulation(recipe, where)

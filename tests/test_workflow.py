@@ -205,6 +205,29 @@ def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path):
     assert found[0]["first_eval_loss"] == pytest.approx(found[1]["first_eval_loss"], rel=1e-5)
 
 
+def test_a_recipe_for_a_gpu_runs_on_a_cpu(tmp_path):
+    tiny_model("mamba2").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    overrides = [
+        f"model.name={tmp_path / 'model'}",
+        "tokenizer.chat_template=null",
+        f"data.train.0.path={tmp_path / 'rows.jsonl'}",
+        f"training.output_dir={tmp_path / 'run'}",
+        "training.max_steps=2",
+        "training.max_length=64",
+        "evaluation.tasks=[]",
+        "hub.push=null",
+    ]
+    recipe = load_recipe("codestral-lora", overrides)
+    assert recipe.model.dtype == "bfloat16"
+    tuned = run(recipe, "sft")
+    dtypes = {name: parameter.dtype for name, parameter in tuned.model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "lora" in name or name.endswith("A_log")} == {torch.float32}
+    assert dtypes["base_model.model.backbone.embeddings.weight"] == torch.bfloat16
+    torch.testing.assert_close(logits(Run.load(tmp_path / "run").model), logits(tuned.model))
+
+
 def test_a_recipe_and_python_are_the_same_run(tmp_path):
     tiny_model("mamba").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
