@@ -16,6 +16,15 @@ from ssm_tune.recipe import RecipeError
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+_SCAN, _SSD = ("causal_conv1d", "selective_scan"), ("causal_conv1d", "ssd_scan", "gated_rms_norm")
+# By kind of mixer, or by model_type where the whole model is ours.
+_OPERATIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mamba", "normed_mamba", "mamba_heads", "mamba_hybrid", "samba"), _SCAN),
+    **dict.fromkeys(("mamba2", "falcon_h1"), _SSD),
+    "mamba3": ("mamba3_scan",),
+    "short_conv": ("causal_conv1d",),
+    **dict.fromkeys(("h3", "llama"), ()),
+}
 _SSD_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -59,6 +68,11 @@ class Family:
     def hybrid(self) -> bool:
         """Whether there are attention layers between (or beside) the state-space mixers."""
         return bool(self.attention)
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations of `ssm_tune.kernels` that a whole row takes: what is tried and reported before training."""
+        return _OPERATIONS[self.kind or self.model_type]
 
     @property
     def blocks(self) -> tuple[str, ...]:

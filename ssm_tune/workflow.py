@@ -331,7 +331,7 @@ def _write_recipe(job: Job, folder: RunFolder) -> None:
 def _announce(job: Job, folder: RunFolder, trainer: SSMTrainer, data: PreparedData, defaults: list[str]) -> None:
     """Write down and print what is about to happen."""
     arguments = trainer.args
-    kernels = kernel_report(arguments.device)
+    kernels = kernel_report(arguments.device, family_of(trainer.model.config.model_type).operations)
     artefacts.write_kernels(folder, kernels)
     folder.write_json(
         "environment.json", artefacts.describe_environment(arguments.device, world_size(), job.recipe.overrides)

@@ -10,7 +10,7 @@ import pytest
 from tiny import KINDS, tiny_config, tiny_model
 from torch import nn
 
-from ssm_tune.families import FAMILIES, Family, family_of, refusals
+from ssm_tune.families import FAMILIES, OWN_FAMILIES, Family, family_of, refusals
 from ssm_tune.recipe import RecipeError
 
 
@@ -103,3 +103,11 @@ def test_attention_that_takes_no_mask_is_refused_for_packing() -> None:
     assert "flash_attention_2" in found and "sdpa" in found and "training.packing=false" in found
     assert refusals(FAMILIES["bamba"], attention="flash_attention_2") == []
     assert refusals(FAMILIES["mamba"], packing=True, attention="flash_attention_2") == []
+
+
+def test_every_family_names_the_operations_that_its_rows_take() -> None:
+    from ssm_tune.kernels.backends import OPERATIONS
+
+    for family in (*FAMILIES.values(), *OWN_FAMILIES.values()):
+        assert set(family.operations) <= set(OPERATIONS)
+        assert family.operations or family.model_type in ("h3", "llama")

@@ -161,11 +161,14 @@ def call(operation: str, *args: Any, **kwargs: Any) -> Any:
     raise KernelError(f"{operation} on {device}: no backend can serve this call. " + "; ".join(reasons))
 
 
-def kernel_report(device: torch.device | str) -> list[KernelChoice]:
-    """What serves each operation on `device`, after trying; a call that a backend cannot serve goes to the next."""
+def kernel_report(device: torch.device | str, operations: Sequence[str] = OPERATIONS) -> list[KernelChoice]:
+    """What serves each of `operations` on `device`, after trying; a call that a backend cannot serve goes to the next.
+
+    A first trial compiles the kernel, which takes seconds on a GPU: name the operations that matter.
+    """
     device = torch.empty(0, device=device).device  # "cuda" is the current one of several
     choices = []
-    for operation in OPERATIONS:
+    for operation in operations:
         reasons: list[str] = []
         for backend in _candidates(operation, device.type):
             failure = _failure(backend, device)
