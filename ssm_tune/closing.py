@@ -21,6 +21,7 @@ def close_run(trainer: SSMTrainer, folder: RunFolder, recipe: Recipe, task: str,
     """Turn a trained trainer into a complete run folder and a Run. Every process calls it; rank 0 writes."""
     _evaluate_last(trainer)
     trainer.accelerator.wait_for_everyone()
+    _stop_at(trainer, data.end_markers)
     model = _save_model(trainer, folder)
     metrics = summarise(trainer.state.log_history)
     tokenizer = generation_tokenizer(trainer.processing_class, data.chat_template)
@@ -43,6 +44,17 @@ def _evaluate_last(trainer: SSMTrainer) -> None:
     last = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
     if not last or last[-1] != trainer.state.global_step:
         trainer.evaluate()
+
+
+def _stop_at(trainer: SSMTrainer, markers: list[str]) -> None:
+    """Let generation end where the assistant's turns were taught to end, beside eos, if that is one token."""
+    tokenizer, generation = trainer.processing_class, trainer.model.generation_config
+    found = [tokenizer.encode(marker.strip(), add_special_tokens=False) for marker in markers]
+    own = generation.eos_token_id
+    own = [own] if isinstance(own, int) else list(own or [tokenizer.eos_token_id])
+    more = [ids[0] for ids in found if len(ids) == 1 and ids[0] not in own]
+    if more:
+        generation.eos_token_id = [*own, *more]
 
 
 def _save_model(trainer: SSMTrainer, folder: RunFolder) -> Any:

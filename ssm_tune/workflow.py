@@ -307,8 +307,9 @@ def _build_trainer(
 
 
 def _switch_off_router_loss(config: Any, arguments: SFTConfig) -> None:
-    """TRL's load-balancing loss reads `num_experts`; families that have no such key go without it."""
-    if hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+    """TRL's load-balancing loss reads `num_experts`; models without that key, or without experts, go without it."""
+    has_experts = hasattr(config, "num_experts") and config.num_experts > 1
+    if hasattr(config, "output_router_logits") and not has_experts:
         if arguments.router_aux_loss_coef:
             raise RecipeError(
                 f"training.router_aux_loss_coef: there is no load-balancing loss for {config.model_type}. Leave it out."

@@ -1,4 +1,4 @@
-"""Triton's tuning, kept out of trials: which configuration of a kernel is fastest does not matter to whether it is right."""
+"""Triton's tuning, kept out of trials: which configuration is fastest says nothing of whether a kernel is right."""
 
 from __future__ import annotations
 
