@@ -171,5 +171,7 @@ class JambaMambaLayer(Patched):
 
 
 def _padding_mask(attention_mask: Any) -> Tensor | None:
-    """The mask of padding (batch, length), if that is what was given; masks prepared by generate are left to stock."""
+    """The mask of padding (batch, length): itself, or the one among those that generate prepares by kind of layer."""
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("linear_attention", attention_mask.get("conv"))
     return attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None

@@ -50,15 +50,17 @@ class MambaHeadsMixer(Patched):
             of_row = (x[:, :, head], dt[:, :, head], A[head], B[:, :, head], C[:, :, head], D[head], z[:, :, head])
             if stepping:
                 one = [values[:, 0] if values.dim() == 3 else values for values in of_row]
-                y = kernels.selective_scan_step(*one[:5], state[:, head], *one[5:], dt_bias[head])[:, None]
+                outputs.append(kernels.selective_scan_step(*one[:5], state[:, head], *one[5:], dt_bias[head])[:, None])
+                continue
+            before = None if state is None else continued(state[:, head])
+            arguments = {"dt_bias": dt_bias[head], "seq_idx": seq_idx, "initial_state": before}
+            if cache is None:
+                outputs.append(kernels.selective_scan(*of_row, **arguments))
             else:
-                before = None if state is None else continued(state[:, head])
-                y, after = kernels.selective_scan(
-                    *of_row, dt_bias[head], seq_idx=seq_idx, initial_state=before, return_final_state=True
-                )
+                y, after = kernels.selective_scan(*of_row, **arguments, return_final_state=True)
+                outputs.append(y)
                 states.append(after)
-            outputs.append(y)
-        if cache is not None and not stepping:
+        if states:
             write_states(cache, self.layer_idx, window, torch.stack(states, dim=1))
         return project(self.out_proj, torch.cat(outputs, dim=-1), self.conv1d.weight.dtype)
 

@@ -75,6 +75,8 @@ def test_generating_in_a_left_padded_batch_is_generating_alone(kind: str) -> Non
     batch = padded(documents, "left").inputs
     patch_model(model)
     assert torch.equal(model.generate(**batch, **settings)[:, -5:], wanted)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(**batch, **settings, **static)[:, -5:], wanted)
     if family_of(model.config.model_type).hybrid:  # generate cuts prompts only where an attention layer counts tokens
         assert torch.equal(model.generate(**batch, **settings, prefill_chunk_size=4)[:, -5:], wanted)
 
