@@ -10,6 +10,7 @@ import torch
 from rows import relative_error
 from serving import serving
 from tiny import HYBRID, PURE, tiny_model
+from tiny_models import make_model
 
 from ssm_tune.mixers import patch_model
 from ssm_tune.outputs.serve.states import BatchedStates, SingleStates, make_states
@@ -84,6 +85,14 @@ def test_a_gpu_answers_as_it_does_alone() -> None:
         alone = [served.complete(prompt=prompt, **fields) for prompt in prompts]
         together = list(threads.map(lambda prompt: served.complete(prompt=prompt, **fields), prompts))
     assert [a["choices"][0]["text"] for a in alone] == [a["choices"][0]["text"] for a in together]
+
+
+@pytest.mark.parametrize("kind", ["mamba3", "mamba3_hybrid", "mamba_hybrid", "h3", "h3_hybrid", "samba"])
+def test_rows_of_our_own_architectures_decode_as_alone(kind: str) -> None:
+    """Samba's window of attention is not joined: its rows keep caches of their own."""
+    states, worst = largest_error(make_model(kind, vocab_size=300), make_states)
+    assert isinstance(states, SingleStates if kind == "samba" else BatchedStates)
+    assert worst < 1e-5
 
 
 def test_rows_with_caches_of_their_own_decode_as_alone() -> None:
