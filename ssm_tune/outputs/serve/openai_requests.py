@@ -30,7 +30,7 @@ class ResponseFormat(_Fields):
     type: Literal["text"]
 
 
-class Sampling(_Fields):
+class SharedFields(_Fields):
     """The fields that both kinds of requests share. null is as good as leaving a field out.
 
     `top_k`, `min_p` and `repetition_penalty` are not OpenAI's; other servers have them too.
@@ -75,7 +75,7 @@ class Sampling(_Fields):
         return value
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> Sampling:
+    def _options_of_streams(self) -> SharedFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only a stream (stream: true) has them")
         return self
@@ -99,7 +99,7 @@ def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SharedFields):
     """POST /v1/completions."""
 
     prompt: list[Any]  # each a text or a list of tokens; a single one is put into a list
@@ -174,7 +174,7 @@ class Message(_Fields):
         return {"role": role, "content": "".join(part.text for part in self.content), **named}
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SharedFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
