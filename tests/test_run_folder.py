@@ -120,6 +120,7 @@ def test_no_checkpoint_is_said(tmp_path):
 def test_disk_full_is_recognised_in_every_dress():
     assert is_disk_full(OSError(errno.ENOSPC, "No space left on device"))
     assert is_disk_full(RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"))
+    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 82432 vs 82320"))
     assert is_disk_full(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert not is_disk_full(OSError(errno.EACCES, "Permission denied"))
 
