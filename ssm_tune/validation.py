@@ -18,7 +18,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         RecipeError: every mistake in them, at once.
     """
     mistakes: list[str] = []
-    notes: list[str] = [f"{recipe.source or 'recipe'}: every setting is one"]
+    notes: list[str] = [f"{recipe.source or 'recipe'}: the text has no mistake"]
     for check in (_check_data, _check_template, _check_model, _check_output):
         try:
             notes += check(recipe)
