@@ -1,7 +1,7 @@
 """Scalar functions for compiled loops in float32, written so that LLVM turns loops over them into vector code.
 
 The maths library's own exp, log1p and tanh are calls that stop a loop from being vectorised, and exp is what a scan
-spends its time on. These are polynomials: relative errors stay below 3e-7 (`tests/kernels/test_cpu_math.py`). A NaN
+spends its time on. These are polynomials: relative errors stay below 3e-7 (`tests/operations/test_cpu_math.py`). A NaN
 stays a NaN. Importing this module imports numba.
 """
 
