@@ -20,7 +20,7 @@ _SCAN, _SSD = ("causal_conv1d", "selective_scan"), ("causal_conv1d", "ssd_scan",
 # By kind of mixer, or by model_type where the whole model is ours.
 _OPERATIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mamba", "normed_mamba", "mamba_heads", "mamba_hybrid", "samba"), _SCAN),
-    **dict.fromkeys(("mamba2", "falcon_h1"), _SSD),
+    **dict.fromkeys(("mamba2", "falcon_h1", "mamba2_hybrid"), _SSD),
     "mamba3": ("mamba3_scan",),
     "short_conv": ("causal_conv1d",),
     **dict.fromkeys(("h3", "llama"), ()),
@@ -258,6 +258,17 @@ _OWN_ROWS = (
     ),
     _MAMBA_HYBRID,
     replace(_MAMBA_HYBRID, model_type="samba"),
+    Family(
+        model_type="mamba2_hybrid",
+        block="DecoderBlock",
+        mixer="Mamba2Mixer",
+        mixer_path="mixer",
+        projections=("in_proj", "out_proj"),
+        attention=("in_proj", "out_proj"),
+        mlp=_GATED_MLP,
+        portable=("in_proj", "out_proj", *_GATED_MLP),
+        exact=True,
+    ),
     Family(
         model_type="h3",
         block="DecoderBlock",

@@ -9,7 +9,13 @@ from __future__ import annotations
 import importlib
 
 # model_type -> the module of its classes, and how their names begin
-_HOMES = {"mamba3": "Mamba3", "mamba_hybrid": "Hybrid", "samba": "Samba", "h3": "H3"}
+_HOMES = {
+    "mamba3": "Mamba3",
+    "mamba_hybrid": "Hybrid",
+    "mamba2_hybrid": "Mamba2Hybrid",
+    "samba": "Samba",
+    "h3": "H3",
+}
 _MODULES = {"mamba_hybrid": "hybrid"}
 _registered: set[str] = set()
 

@@ -116,6 +116,11 @@ class DecoderConfig(PreTrainedConfig):
     def has_attention(self) -> bool:
         return ATTENTION in (self.pattern or "")
 
+    @property
+    def turned_channels(self) -> int:
+        """Channels of an attention head that positions turn."""
+        return (self.head_dim or 0) if self.rope_theta is not None else 0
+
 
 @strict
 class Mamba3Config(DecoderConfig):
@@ -126,6 +131,8 @@ class Mamba3Config(DecoderConfig):
         rope_fraction: of the state's channels that turn: 0.5 or 1.
         mimo_rank: inputs and outputs of each head; 0: SISO.
         output_norm: a grouped RMS norm before the gate.
+        A_activation: what makes a decay rate of a projection: "softplus", as in the paper and mamba_ssm's releases, or
+            "heavy_tail" (1 + x, below zero 1 / (1 - x)), as in its sources since June 2026.
         A_floor: the least decay rate. chunk_size: tokens computed at once.
     """
 
@@ -139,6 +146,7 @@ class Mamba3Config(DecoderConfig):
     rope_fraction: float = 0.5
     mimo_rank: int = 0
     output_norm: bool = False
+    A_activation: str = "softplus"
     A_floor: float = 1e-4
     chunk_size: int = 64
     time_step_min: float = 0.001
@@ -154,6 +162,8 @@ class Mamba3Config(DecoderConfig):
             )
         if heads % self.n_groups:
             raise ValueError(f"there are {heads} heads, not a multiple of n_groups {self.n_groups}")
+        if self.A_activation not in ("softplus", "heavy_tail"):
+            raise ValueError(f"A_activation is {self.A_activation!r}; it is softplus or heavy_tail")
         if self.rope_fraction not in (0.5, 1.0):
             raise ValueError(f"rope_fraction is {self.rope_fraction}; it is 0.5 or 1")
         if self.rope_angles < 1:
@@ -163,6 +173,70 @@ class Mamba3Config(DecoderConfig):
     def rope_angles(self) -> int:
         """Pairs of the state's channels that turn."""
         return int(self.state_size * self.rope_fraction) // 2
+
+
+@strict
+class Mamba2HybridConfig(DecoderConfig):
+    """Mamba-2 with attention and MLPs in any order, each as mamba_ssm's MambaLMHeadModel has it.
+
+    Args:
+        state_size, expand, mamba_head_dim, n_groups, ...: of the mixer, as in transformers' Mamba2Config.
+        attention_bias: of in_proj, which makes q, k and v. attention_out_bias: of out_proj.
+        attention_conv_kernel: tokens that a causal convolution of q, k and v sees, the newest among them; 0: none.
+        attention_mlp_size: twice the width of a gated MLP between the same in_proj and out_proj; 0: none.
+        attention_scale: of the scores; None: 1 / sqrt(head_dim).
+        rotary_dim: channels of a head that positions turn, the first ones; 0: no positions. rope_interleaved: each
+            goes with its neighbour, not with the one half of them further on.
+    """
+
+    model_type = "mamba2_hybrid"
+    mixer = "mamba2"
+
+    state_size: int = 128
+    expand: int = 2
+    mamba_head_dim: int = 64
+    n_groups: int = 1
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    chunk_size: int = 256
+    time_step_min: float = 0.001
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    time_step_limit: list[float] | tuple[float, ...] = (0.0, float("inf"))
+    attention_out_bias: bool = False
+    attention_conv_kernel: int = 4
+    attention_mlp_size: int = 0
+    attention_scale: float | None = None
+    rope_theta: float | None = 10000.0
+    rotary_dim: int = 0
+    rope_interleaved: bool = False
+
+    def validate_mixer(self) -> None:
+        heads, rest = divmod(self.expand * self.hidden_size, self.mamba_head_dim)
+        if rest:
+            raise ValueError(
+                f"expand * hidden_size is {self.expand * self.hidden_size}, not a multiple of mamba_head_dim "
+                f"{self.mamba_head_dim}"
+            )
+        if heads % self.n_groups:
+            raise ValueError(f"there are {heads} heads, not a multiple of n_groups {self.n_groups}")
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= (self.head_dim or 0):
+            raise ValueError(f"rotary_dim is {self.rotary_dim}; an even number up to {self.head_dim} is expected")
+        if self.attention_mlp_size % 2:
+            raise ValueError(f"attention_mlp_size is {self.attention_mlp_size}; an even number is expected")
+        if self.sliding_window is not None:
+            raise ValueError("sliding_window is not known here; attention sees all tokens")
+
+    @property
+    def turned_channels(self) -> int:
+        return self.rotary_dim if self.rope_theta is not None else 0
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Attention layers that convolve keep a window beside their keys and values."""
+        names = {"full_attention": "hybrid"} if self.attention_conv_kernel else {}
+        return [names.get(kind, kind) for kind in super().layer_types]
 
 
 @strict
@@ -241,5 +315,5 @@ class H3Config(DecoderConfig):
 
 
 CONFIGS: dict[str, type[DecoderConfig]] = {
-    config.model_type: config for config in (Mamba3Config, HybridConfig, SambaConfig, H3Config)
+    config.model_type: config for config in (Mamba3Config, HybridConfig, Mamba2HybridConfig, SambaConfig, H3Config)
 }

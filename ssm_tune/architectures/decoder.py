@@ -38,7 +38,13 @@ class Mixer(nn.Module):
 class DecoderBlock(GradientCheckpointingLayer):
     """x + layer(norm(x)), the stream in float32 if the config says so."""
 
-    def __init__(self, config: DecoderConfig, layer_idx: int, mixer_class: type[Mixer]) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_idx: int,
+        mixer_class: type[Mixer],
+        attention_class: type[nn.Module] = Attention,
+    ) -> None:
         super().__init__()
         assert config.pattern is not None
         self.symbol = config.pattern[layer_idx]
@@ -47,7 +53,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         if self.symbol == MIXER:
             self.mixer = mixer_class(config, layer_idx)
         elif self.symbol == ATTENTION:
-            self.mixer = Attention(config, layer_idx)
+            self.mixer = attention_class(config, layer_idx)
         else:
             self.mixer = MLP(config)
 
@@ -67,7 +73,8 @@ class DecoderBlock(GradientCheckpointingLayer):
         if self.symbol == MIXER:
             y = self.mixer(x, cache=cache, seq_idx=seq_idx)
         elif self.symbol == ATTENTION:
-            y = self.mixer(x, cache=cache, attention_mask=attention_mask, rotary=rotary, **kwargs)
+            borders = {"attention_mask": attention_mask, "seq_idx": seq_idx}
+            y = self.mixer(x, cache=cache, rotary=rotary, **borders, **kwargs)
         else:
             y = self.mixer(x)
         return residual + y
@@ -117,12 +124,14 @@ class DecoderModel(DecoderPreTrainedModel):
     """Embeddings, layers and the final norm."""
 
     mixer_class: ClassVar[type[Mixer]]
+    attention_class: ClassVar[type[nn.Module]] = Attention
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(DecoderBlock(config, index, self.mixer_class) for index in layers)
+        classes = (self.mixer_class, self.attention_class)
+        self.layers = nn.ModuleList(DecoderBlock(config, index, *classes) for index in layers)
         self.norm_f = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -201,8 +210,8 @@ class DecoderModel(DecoderPreTrainedModel):
         cache = None if seq_idx is not None else cache
         mask = create_mask(config=config, inputs_embeds=x, attention_mask=mask, cache=cache, position_ids=positions)
         rotary = None
-        if config.rope_theta is not None:
-            rotary = rotary_positions(positions, config.head_dim, config.rope_theta)
+        if config.turned_channels:
+            rotary = rotary_positions(positions, config.turned_channels, config.rope_theta)
         return {"attention_mask": mask, "rotary": rotary}
 
 

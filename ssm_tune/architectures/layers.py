@@ -95,16 +95,20 @@ class Attention(nn.Module):
         cache: Any = None,
         attention_mask: Any = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """x, and the result: (batch, length, hidden). rotary: see `rotary_positions`."""
+        """x, and the result: (batch, length, hidden). rotary: see `rotary_positions`.
+
+        seq_idx is for attention that also convolves; here the mask and the positions say where documents begin.
+        """
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(linear, x).view(heads).transpose(1, 2) for linear in (self.q_proj, self.k_proj, self.v_proj))
         if rotary is not None:
-            q, k = _turn(q, *rotary), _turn(k, *rotary)
+            q, k = turn(q, *rotary), turn(k, *rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _attend_eagerly)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend_eagerly)
         y, _ = attend(
             self,
             q,
@@ -119,21 +123,29 @@ class Attention(nn.Module):
         return project(self.o_proj, y.flatten(2))
 
 
-def rotary_positions(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (batch, 1, length, head_dim / 2), float32, of positions (batch, length) (RoFormer, eq. 15)."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+def rotary_positions(positions: Tensor, channels: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (batch, 1, length, channels / 2), float32, of positions (batch, length) (RoFormer, eq. 15)."""
+    frequencies = theta ** -(torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32) / channels)
     angles = positions[:, None, :, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channels i and i + head_dim / 2 of x (batch, heads, length, head_dim) turned together; computed in float32."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """The first channels of x (batch, heads, length, head_dim) turned in pairs, as many as there are angles for.
+
+    Channel i goes with the one half of the turned channels further on; interleaved: with its neighbour. Computed in
+    float32.
+    """
+    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    turned = turned.to(cos.dtype)
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
-def _attend_eagerly(
-    module: Attention,
+def attend_eagerly(
+    module: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -108,10 +108,15 @@ class Mamba3Mixer(Mixer):
             B=self.B_norm(B),
             C=self.C_norm(C),
             dt=F.softplus(dt.float() + self.dt_bias.float()),
-            A=-F.softplus(A.float()).clamp(min=self.config.A_floor),
+            A=-self._decay_rate(A.float()).clamp(min=self.config.A_floor),
             trap=trap,
             angles=angles,
         )
+
+    def _decay_rate(self, x: Tensor) -> Tensor:
+        if self.config.A_activation == "softplus":
+            return F.softplus(x)
+        return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
 
     def _mimo(self) -> MimoFactors | None:
         if not self.config.mimo_rank:

@@ -16,7 +16,7 @@ from ssm_tune.mixers import patch_model, unpatch_model
 from ssm_tune.model import load_model
 from ssm_tune.recipe import AdapterSection
 
-KINDS = ("mamba3_hybrid", "mamba_hybrid", "samba", "h3_hybrid")
+KINDS = ("mamba3_hybrid", "mamba_hybrid", "mamba2_mlps", "samba", "h3_hybrid")
 
 
 def tiny_llama() -> nn.Module:

@@ -87,7 +87,10 @@ def test_a_gpu_answers_as_it_does_alone() -> None:
     assert [a["choices"][0]["text"] for a in alone] == [a["choices"][0]["text"] for a in together]
 
 
-@pytest.mark.parametrize("kind", ["mamba3", "mamba3_hybrid", "mamba_hybrid", "h3", "h3_hybrid", "samba"])
+OWN = ("mamba3", "mamba3_hybrid", "mamba_hybrid", "mamba2_hybrid", "h3", "h3_hybrid", "samba")
+
+
+@pytest.mark.parametrize("kind", OWN)
 def test_rows_of_our_own_architectures_decode_as_alone(kind: str) -> None:
     """Samba's window of attention is not joined: its rows keep caches of their own."""
     states, worst = largest_error(make_model(kind, vocab_size=300), make_states)
