@@ -42,6 +42,14 @@ COLUMN_NAMES = (
 )
 
 
+# What `kernels.order` may name: sources (mamba-ssm and causal-conv1d as installed; the same prebuilt, from the Hub; our
+# own; PyTorch), or single kernels. Of ssm_tune.kernels, which imports torch; a test holds the two together.
+KERNELS = (
+    *("installed", "hub", "ours", "pytorch"),
+    *("causal_conv1d", "chunked", "gathered", "mamba_ssm", "numba", "reference"),
+)
+
+
 def _setting(default: Any = None, *, annotation: str = "", **rules: Any) -> Any:
     metadata = rules | ({"annotation": annotation} if annotation else {})
     if isinstance(default, list | dict):
@@ -127,9 +135,9 @@ class AdapterSection:
 
 @dataclass
 class KernelsSection:
-    """order: which kernel backends are tried, first to last. required: a fallback is an error."""
+    """order: which kernels are tried, first to last, by source or by name. required: a slow fallback is an error."""
 
-    order: list[str] | None = None
+    order: list[str] | None = _setting(choices=KERNELS)
     required: bool = False
     self_check: bool = True
 

@@ -9,14 +9,19 @@ nothing. What failed is remembered with the error's own words. A call that a wor
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ssm_tune.kernels.packages import HUB_CAUSAL_CONV1D, HUB_MAMBA_SSM, Package
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class Backend:
 
     `devices` None: any device, and no trial, since it is plain PyTorch. `package`: what a user installs for it.
     `errors`: what the package raises beside the built-in exceptions, as "module:class". `cost`: against the first of
-    the list.
+    the list. `prebuilt`: the Hub's package that is handed to the function in the place of the installed one.
     """
 
     operation: str
@@ -45,6 +50,16 @@ class Backend:
     package: str = ""
     errors: tuple[str, ...] = ()
     cost: str = ""
+    prebuilt: Package | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the kernel comes from, in the words of SOURCES."""
+        if self.prebuilt is not None:
+            return "hub"
+        if self.devices is None:
+            return "pytorch"
+        return "installed" if self.package in ("mamba_ssm", "causal_conv1d") else "ours"
 
 
 @dataclass(frozen=True)
@@ -64,18 +79,31 @@ _TRITON = ("triton.errors:TritonError",)
 _TOKEN_BY_TOKEN = "one token at a time in PyTorch, 100 times slower or more"
 _SEVERAL_KERNELS = "several small kernels of PyTorch, about 3 times slower"
 
+# What a user may put in order, besides the names of backends: mamba-ssm and causal-conv1d as installed; the same,
+# prebuilt, from the Hub; our own loops; plain PyTorch.
+SOURCES = ("installed", "hub", "ours", "pytorch")
+
+
+def _hub(operation: str, module: str, package: Package, errors: tuple[str, ...] = ()) -> Backend:
+    return Backend(operation, "hub", module, _CUDA, "kernels", errors, prebuilt=package)
+
+
 # The order within an operation is the order of preference.
 BACKENDS = (
     Backend("selective_scan", "numba", "cpu_scan", _CPU, "numba", _NUMBA),
     Backend("selective_scan", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
+    _hub("selective_scan", "mamba_ssm_scan", HUB_MAMBA_SSM, _TRITON),
     Backend("selective_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("selective_scan_step", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
+    _hub("selective_scan_step", "mamba_ssm_scan", HUB_MAMBA_SSM, _TRITON),
     Backend("selective_scan_step", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("ssd_scan", "numba", "cpu_ssd", _CPU, "numba", _NUMBA),
     Backend("ssd_scan", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
+    _hub("ssd_scan", "mamba_ssm_ssd", HUB_MAMBA_SSM, _TRITON),
     Backend("ssd_scan", "chunked", "ssd_chunked", cost="chunks of matrix products in PyTorch, several times slower"),
     Backend("ssd_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("ssd_step", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
+    _hub("ssd_step", "mamba_ssm_ssd", HUB_MAMBA_SSM, _TRITON),
     Backend("ssd_step", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("mamba3_scan", "mamba_ssm", "mamba3_triton", _CUDA, "mamba_ssm", _TRITON),
     Backend(
@@ -84,13 +112,17 @@ BACKENDS = (
     Backend("mamba3_scan", "reference", "mamba3_reference", cost=_TOKEN_BY_TOKEN),
     Backend("causal_conv1d", "numba", "cpu_conv", _CPU, "numba", _NUMBA),
     Backend("causal_conv1d", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
+    _hub("causal_conv1d", "causal_conv1d_cuda", HUB_CAUSAL_CONV1D),
     Backend("causal_conv1d", "gathered", "conv_gathered", cost="several passes over the row, about 5 times slower"),
     Backend("causal_conv1d", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("causal_conv1d_step", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
+    _hub("causal_conv1d_step", "causal_conv1d_cuda", HUB_CAUSAL_CONV1D),
     Backend("causal_conv1d_step", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
+    _hub("rms_norm", "mamba_ssm_norm", HUB_MAMBA_SSM, _TRITON),
     Backend("rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("gated_rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
+    _hub("gated_rms_norm", "mamba_ssm_norm", HUB_MAMBA_SSM, _TRITON),
     Backend("gated_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
 )
 OPERATIONS = tuple(dict.fromkeys(backend.operation for backend in BACKENDS))
@@ -120,20 +152,22 @@ class _Settings:
         self.trials: dict[tuple[Backend, str], str] = {}  # "" where the trial succeeded, else what went wrong
         self.lists: dict[tuple[str, str], tuple[Backend, ...]] = {}
         self.said: set[tuple[str, ...]] = set()
+        self.record: list[KernelChoice] | None = None
 
 
 _settings = _Settings()
 
 
 def set_kernel_order(order: Sequence[str] | None, required: bool = False) -> None:
-    """Prefer the backends named in `order` over the others, in that order; None: the order of preference.
+    """Prefer the backends named in `order`, by name or by source, over the others, in that order; None: the order of
+    preference.
 
-    With `required`, a call that the first backend of its list for the device cannot serve raises KernelError.
+    With `required`, a call that only a slower backend can serve raises KernelError.
 
     Raises:
         ValueError: a name that no backend has; names the nearest.
     """
-    names = sorted({backend.name for backend in BACKENDS})
+    names = kernel_names()
     for name in order or ():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -143,11 +177,19 @@ def set_kernel_order(order: Sequence[str] | None, required: bool = False) -> Non
     _settings.lists, _settings.said = {}, set()
 
 
+def kernel_names() -> list[str]:
+    """What an order may name: the sources, and every backend."""
+    return [*SOURCES, *sorted({backend.name for backend in BACKENDS} - set(SOURCES))]
+
+
 def call(operation: str, *args: Any, **kwargs: Any) -> Any:
     """Run `operation` with the first backend that works on the device of its first argument and can serve the call."""
     device = args[0].device
     reasons: list[str] = []
+    refused: set[str] = set()
     for backend in _candidates(operation, device.type):
+        if backend.module in refused:  # the same kernel from the Hub: it cannot serve the call either
+            continue
         failure = _failure(backend, device)
         if failure:
             reasons.append(f"{backend.name}: {failure}")
@@ -155,9 +197,14 @@ def call(operation: str, *args: Any, **kwargs: Any) -> Any:
         if reasons:
             _announce(operation, device, backend, reasons)
         try:
-            return _function(backend)(*args, **kwargs)
+            result = _function(backend)(*args, **kwargs)
         except Unsupported as refusal:
             reasons.append(f"{backend.name}: {refusal}")
+            refused.add(backend.module)
+            continue
+        if _settings.record is not None:
+            _settings.record.append(_choice(backend, reasons))
+        return result
     raise KernelError(f"{operation} on {device}: no backend can serve this call. " + "; ".join(reasons))
 
 
@@ -173,11 +220,68 @@ def kernel_report(device: torch.device | str, operations: Sequence[str] = OPERAT
         for backend in _candidates(operation, device.type):
             failure = _failure(backend, device)
             if not failure:
-                cost = backend.cost if reasons else ""
-                choices.append(KernelChoice(operation, backend.name, "; ".join(reasons), cost))
+                choices.append(_choice(backend, reasons))
                 break
             reasons.append(f"{backend.name}: {failure}")
     return choices
+
+
+def _choice(backend: Backend, reasons: Sequence[str]) -> KernelChoice:
+    return KernelChoice(backend.operation, backend.name, "; ".join(reasons), backend.cost if reasons else "")
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[KernelChoice]]:
+    """Inside, what served each call of an operation is added to the list that is given, in the order of the calls.
+
+    Fallbacks are not announced, and `required` does not count: whoever records them tells of them.
+    """
+    before = _settings.record, _settings.required, _settings.said
+    record: list[KernelChoice] = []
+    _settings.record, _settings.required, _settings.said = record, False, set()
+    try:
+        with _silenced():
+            yield record
+    finally:
+        _settings.record, _settings.required, _settings.said = before
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@dataclass(frozen=True)
+class KernelTrial:
+    """What came of calling one kernel: `failure` "" if it is right, None if there is no such device here."""
+
+    operation: str
+    backend: str
+    source: str
+    package: str
+    device: str
+    failure: str | None
+
+
+def try_kernels(operations: Sequence[str] = OPERATIONS) -> list[KernelTrial]:
+    """Call every kernel of these operations once, on the kind of device that it is for."""
+    trials = []
+    for backend in BACKENDS:
+        if backend.operation not in operations or backend.devices is None:
+            continue
+        for kind in backend.devices:
+            found = _failure(backend, torch.empty(0, device=kind).device) if _is_here(kind) else None
+            name = backend.prebuilt.repo if backend.prebuilt is not None else backend.package
+            trials.append(KernelTrial(backend.operation, backend.name, backend.source, name, kind, found))
+    return trials
+
+
+def _is_here(kind: str) -> bool:
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
 def check_shapes(operation: str, **expected: tuple[Tensor | None, tuple[int, ...]]) -> None:
@@ -192,15 +296,20 @@ def _candidates(operation: str, device_type: str) -> tuple[Backend, ...]:
     found = _settings.lists.get((operation, device_type))
     if found is None:
         order = _settings.order
+
+        def place(backend: Backend) -> int:
+            named = [order.index(name) for name in (backend.name, backend.source) if name in order]
+            return min(named, default=len(order))
+
         fitting = [b for b in BACKENDS if b.operation == operation and (b.devices is None or device_type in b.devices)]
-        fitting.sort(key=lambda b: order.index(b.name) if b.name in order else len(order))
-        found = _settings.lists[operation, device_type] = tuple(fitting)
+        found = _settings.lists[operation, device_type] = tuple(sorted(fitting, key=place))
     return found
 
 
 def _function(backend: Backend) -> Callable[..., Any]:
     module = importlib.import_module(f"ssm_tune.kernels.{backend.module}")
-    return vars(module)[backend.operation]
+    function = vars(module)[backend.operation]
+    return function if backend.prebuilt is None else functools.partial(function, package=backend.prebuilt)
 
 
 def _failure(backend: Backend, device: torch.device) -> str:
@@ -233,7 +342,8 @@ def _try(backend: Backend, device: torch.device) -> str:
 
 def _own_errors(backend: Backend) -> list[type[Exception]]:
     pairs = [error.split(":") for error in backend.errors]
-    return [vars(importlib.import_module(module))[name] for module, name in pairs]
+    # A module that was never loaded has raised nothing; where Triton is missing, loading it would raise once more.
+    return [vars(sys.modules[module])[name] for module, name in pairs if module in sys.modules]
 
 
 def _describe(failure: BaseException, backend: Backend) -> str:
@@ -245,13 +355,17 @@ def _describe(failure: BaseException, backend: Backend) -> str:
 
 
 def _announce(operation: str, device: torch.device, backend: Backend, reasons: Sequence[str]) -> None:
-    """Say once that a fallback serves, with the reason and the cost; raise if kernels are required."""
+    """Say once that another backend serves, with the reason and the cost; raise if it is slower and kernels required.
+
+    That the prebuilt kernel serves where none is installed costs nothing, and is no warning.
+    """
     cost = f" ({backend.cost})" if backend.cost else ""
     message = f"{operation} on {device}: {'; '.join(reasons)}. {backend.name} serves instead{cost}."
-    if _settings.required:
+    if _settings.required and backend.cost:
         raise KernelError(f"{message} But kernels.required is set: repair the kernel, or set it to false.")
     # The reasons of one call name its sizes: they would be said again for every other size.
     said = (operation, str(device), backend.name, *(reason.split(":")[0] for reason in reasons))
     if said not in _settings.said:
         _settings.said.add(said)
-        logger.warning(message)
+        fine = not backend.cost and all(reason.endswith("is not installed") for reason in reasons)
+        logger.log(logging.INFO if fine else logging.WARNING, message)

@@ -1,15 +1,18 @@
-"""The causal convolution and its step form through the package causal_conv1d. Importing this module imports it."""
+"""The causal convolution and its step form through the package causal_conv1d.
+
+`package`: where its functions come from, see `ssm_tune.kernels.packages`; it is imported at the first call.
+"""
 
 from __future__ import annotations
 
 import torch
-from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from torch import Tensor
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.conv_gathered import visible_rows
+from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import find_documents
-from ssm_tune.kernels.mamba_ssm_scan import device_of
+from ssm_tune.kernels.packages import CAUSAL_CONV1D, Package
 
 # Offsets within a tensor are 32-bit.
 _LARGEST = 2**31
@@ -26,6 +29,7 @@ def causal_conv1d(
     seq_idx: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
+    package: Package = CAUSAL_CONV1D,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The operation of `ssm_tune.kernels.causal_conv1d`. Rows too large for 32-bit offsets are done one by one.
 
@@ -34,6 +38,7 @@ def causal_conv1d(
         initial
             state or with padding inside them, or a row beyond 32-bit offsets.
     """
+    convolve = package.function("causal_conv1d_fn")
     batch, length, dim = x.shape
     width = weight.shape[-1]
     _refuse(x, weight)
@@ -63,7 +68,7 @@ def causal_conv1d(
             kept = None if window is None else window[some]
             seen = None if number is None else number[some].contiguous()
             turned = values[some].transpose(1, 2)
-            y = causal_conv1d_fn(turned, weight, bias, seq_idx=seen, initial_states=kept, activation=activation)
+            y = convolve(turned, weight, bias, seq_idx=seen, initial_states=kept, activation=activation)
             parts.append(y.transpose(1, 2))
     y = parts[0] if len(parts) == 1 else torch.cat(parts)
     if documents is not None and documents.is_padding is not None:
@@ -104,7 +109,13 @@ def _remaining(x: Tensor, seq_idx: Tensor | None, initial_state: Tensor | None, 
 
 
 def causal_conv1d_step(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = "silu"
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    package: Package = CAUSAL_CONV1D,
 ) -> Tensor:
     """The operation of `ssm_tune.kernels.causal_conv1d_step`.
 
@@ -115,5 +126,6 @@ def causal_conv1d_step(
         raise Unsupported(f"tokens in {x.dtype} with a state in {state.dtype}")
     if not 2 <= weight.shape[-1] <= 4:
         raise Unsupported(f"a width of {weight.shape[-1]}, only 2, 3 and 4")
+    update = package.function("causal_conv1d_update")
     with device_of(x):
-        return causal_conv1d_update(x, state, weight, None if bias is None else bias.to(weight.dtype), activation)
+        return update(x, state, weight, None if bias is None else bias.to(weight.dtype), activation)

@@ -1,14 +1,16 @@
-"""The norms through the Triton kernels of the package mamba_ssm. Importing this module imports mamba_ssm."""
+"""The norms through the Triton kernels of the package mamba_ssm.
+
+`package`: where its functions come from, see `ssm_tune.kernels.packages`; it is imported at the first call.
+"""
 
 from __future__ import annotations
 
 import torch
-from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
-from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 from torch import Tensor
 
 from ssm_tune.kernels.backends import Unsupported
-from ssm_tune.kernels.mamba_ssm_scan import device_of
+from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.packages import MAMBA_SSM, Package
 
 # A mean is taken in one go over at most this many bytes.
 _WIDEST = 65536
@@ -16,19 +18,27 @@ _WIDEST = 65536
 _LARGEST = 2**31
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, package: Package = MAMBA_SSM) -> Tensor:
     """The operation of `ssm_tune.kernels.rms_norm`.
 
     Raises:
         Unsupported: float64, rows too wide, or more numbers than 32-bit offsets reach.
     """
     _refuse(x, x.shape[-1])
+    normalise = package.function("ops.triton.layer_norm.rms_norm_fn")
     with device_of(x):
-        return rms_norm_fn(x, weight, None, eps=eps)
+        return normalise(x, weight, None, eps=eps)
 
 
 def gated_rms_norm(
-    y: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int | None = None, norm_before_gate: bool = False
+    y: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    *,
+    package: Package = MAMBA_SSM,
 ) -> Tensor:
     """The operation of `ssm_tune.kernels.gated_rms_norm`.
 
@@ -37,8 +47,9 @@ def gated_rms_norm(
     """
     _refuse(y, group_size or y.shape[-1])
     _refuse(z, group_size or z.shape[-1])
+    normalise = package.function("ops.triton.layernorm_gated.rmsnorm_fn")
     with device_of(y):
-        return rmsnorm_fn(y, weight, None, z, eps, group_size, norm_before_gate)
+        return normalise(y, weight, None, z, eps, group_size, norm_before_gate)
 
 
 def _refuse(x: Tensor, width: int) -> None:

@@ -1,21 +1,22 @@
 """Mamba-1's selective scan and its step form through the CUDA kernels of the package mamba_ssm.
 
 The scan kernel knows no documents, and starts from zero. Both are done around it, exactly: see `_set_starts` and
-`_from_initial_state`. Importing this module imports mamba_ssm.
+`_from_initial_state`. `package`: where its functions come from, see `ssm_tune.kernels.packages`; it is imported at the
+first call.
 """
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 
 import torch
-from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from torch import Tensor
 from torch.nn import functional as F
 
 from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents, find_documents
+from ssm_tune.kernels.packages import MAMBA_SSM, Package
 
 # Offsets into every tensor are 32-bit in the kernel.
 _LARGEST = 2**31
@@ -27,11 +28,6 @@ _FORGETTING_STEP = float(2**20)
 _NO_STEP = -float(2**20)
 # Tokens to which the initial state is added at a time: bounds the memory of (batch, tokens, dim, state).
 _TOKENS_AT_ONCE = 64
-
-
-def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Makes the tensor's GPU the current one: Triton and CUDA launch on that, not on the one that holds the data."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def selective_scan(
@@ -48,6 +44,7 @@ def selective_scan(
     seq_idx: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
+    package: Package = MAMBA_SSM,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The operation of `ssm_tune.kernels.selective_scan`. x, dt, B, C and z are used in the dtype of x, the rest in
     float32.
@@ -57,6 +54,7 @@ def selective_scan(
         final
             state, which the kernel drops.
     """
+    kernel = package.function("ops.selective_scan_interface.selective_scan_fn")
     if x.dtype == torch.float64:
         raise Unsupported("float64 is computed by the reference only")
     if A.shape[-1] > 256:
@@ -79,7 +77,7 @@ def selective_scan(
         skipped = _set_starts(documents, x, dt, D, z, dt_bias, dt_softplus, u, delta)
         _clear_padding(documents, dt_softplus, u, delta)
     with device_of(x):
-        y, state = _scan(u, delta, A, B_turned, C_turned, D, z_turned, dt_bias, dt_softplus)
+        y, state = _scan(kernel, u, delta, A, B_turned, C_turned, D, z_turned, dt_bias, dt_softplus)
     if skipped is not None:
         rows, columns = documents.starts
         y[rows, :, columns] = y[rows, :, columns] + skipped.to(y.dtype)
@@ -142,6 +140,7 @@ def _clear_padding(documents: Documents, dt_softplus: bool, u: Tensor, delta: Te
 
 
 def _scan(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
     u: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -156,7 +155,7 @@ def _scan(
     batch, dim, length = u.shape
     largest = max(length, -(-length // _PIECE) * 2 * A.shape[1])  # numbers of one channel of a row, in any tensor
     if batch * dim * largest < _LARGEST:
-        return selective_scan_fn(u, delta, A, B, C, D, z, dt_bias, dt_softplus, True)
+        return kernel(u, delta, A, B, C, D, z, dt_bias, dt_softplus, True)
     step = min(dim, (_LARGEST - 1) // largest)
     if step == 0:
         raise Unsupported(f"{length} tokens in a row, beyond 32-bit offsets")
@@ -169,7 +168,7 @@ def _scan(
             per_token = (None if t is None else t[row : row + 1, some] for t in (u, delta, z))
             (u_part, delta_part, z_part), (D_part, bias_part) = per_token, vectors
             per_row = (B[row : row + 1], C[row : row + 1], D_part, z_part, bias_part)
-            parts.append(selective_scan_fn(u_part, delta_part, A[some], *per_row, dt_softplus, True))
+            parts.append(kernel(u_part, delta_part, A[some], *per_row, dt_softplus, True))
         rows.append([torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)])
     y, state = (torch.cat(pieces, dim=0) for pieces in zip(*rows, strict=True))
     return y, state
@@ -213,6 +212,8 @@ def selective_scan_step(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = True,
+    *,
+    package: Package = MAMBA_SSM,
 ) -> Tensor:
     """The operation of `ssm_tune.kernels.selective_scan_step`.
 
@@ -221,7 +222,8 @@ def selective_scan_step(
     """
     if torch.float64 in {x.dtype, state.dtype}:
         raise Unsupported("float64 is computed by the reference only")
+    update = package.function("ops.triton.selective_state_update.selective_state_update")
     # The kernel's launch fails without a D and a bias.
     D, dt_bias = (x.new_zeros(x.shape[-1], dtype=torch.float32) if t is None else t for t in (D, dt_bias))
     with device_of(x):
-        return selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+        return update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)

@@ -1,21 +1,21 @@
 """Mamba-2's scan and its step form through the Triton kernels of the package mamba_ssm.
 
 In float32 their products run in TF32 unless the environment has TRITON_F32_DEFAULT=ieee: expect 1e-3, relative.
-Importing this module imports mamba_ssm.
+`package`: where its functions come from, see `ssm_tune.kernels.packages`; it is imported at the first call.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
 from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import find_documents
-from ssm_tune.kernels.mamba_ssm_scan import device_of
+from ssm_tune.kernels.packages import MAMBA_SSM, Package
 from ssm_tune.kernels.reference import time_step
 
 # Offsets within a tensor are 32-bit in the kernels: beyond, they crash or give finite wrong values.
@@ -38,6 +38,7 @@ def ssd_scan(
     seq_idx: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
+    package: Package = MAMBA_SSM,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The operation of `ssm_tune.kernels.ssd_scan`; x, B and C are used in the dtype of x, the rest in float32.
 
@@ -48,6 +49,7 @@ def ssd_scan(
     """
     if x.dtype == torch.float64:
         raise Unsupported("float64 is computed in PyTorch only")
+    kernel = package.function("ops.triton.ssd_combined.mamba_chunk_scan_combined")
     batch = x.shape[0]
     documents = None if seq_idx is None else find_documents(seq_idx)
     number, padding = (None, None) if documents is None else (documents.number, documents.is_padding)
@@ -66,7 +68,7 @@ def ssd_scan(
         for row in range(0, batch, rows):
             some = slice(row, row + rows)
             inputs = [None if t is None else t[some] for t in (x, dt, B, C, number, initial_state)]
-            done.append(_scan_rows(*inputs, A, chunk_size, tokens, return_final_state, settings))
+            done.append(_scan_rows(kernel, *inputs, A, chunk_size, tokens, return_final_state, settings))
     y = _join([y for y, _ in done], 0)
     if padding is not None:
         y = y.masked_fill(padding[..., None, None], 0.0)
@@ -78,6 +80,7 @@ def _join(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _scan_rows(
+    kernel: Callable[..., Tensor | tuple[Tensor, Tensor]],
     x: Tensor,
     dt: Tensor,
     B: Tensor,
@@ -101,7 +104,7 @@ def _scan_rows(
             documents = number[:, some] - (number[:, first - 1 : first] if first else 0)
             documents = documents.contiguous()
         carry = return_final_state or first + tokens < length
-        found = mamba_chunk_scan_combined(
+        found = kernel(
             x[:, some],
             dt[:, some],
             A,
@@ -161,6 +164,8 @@ def ssd_step(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = _NO_LIMIT,
+    *,
+    package: Package = MAMBA_SSM,
 ) -> Tensor:
     """The operation of `ssm_tune.kernels.ssd_step`.
 
@@ -169,6 +174,7 @@ def ssd_step(
     """
     if torch.float64 in {x.dtype, state.dtype}:
         raise Unsupported("float64 is computed by the reference only")
+    update = package.function("ops.triton.selective_state_update.selective_state_update")
     _, heads, head_dim = x.shape
     if tuple(dt_limit) != _NO_LIMIT:  # the kernel has none
         dt, dt_bias, dt_softplus = time_step(dt, dt_bias, dt_softplus, dt_limit), None, False
@@ -178,6 +184,4 @@ def ssd_step(
     D = D if D.dim() == 2 else D[:, None].expand(heads, head_dim)
     spread = (dt[..., None].expand(x.shape), A[:, None, None].expand(heads, head_dim, B.shape[-1]))
     with device_of(x):
-        return selective_state_update(
-            state, x, *spread, B, C, D, None, dt_bias[:, None].expand(heads, head_dim), dt_softplus
-        )
+        return update(state, x, *spread, B, C, D, None, dt_bias[:, None].expand(heads, head_dim), dt_softplus)

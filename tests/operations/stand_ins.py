@@ -195,6 +195,39 @@ def causal_conv1d_update(
     return reference.causal_conv1d_step(x, conv_state, weight, bias, activation)
 
 
+# -- other versions: the next mamba-ssm, and old ones --------------------------------------------------------------
+
+
+def selective_scan_not_built(*args: object, **kwargs: object) -> None:
+    """The next version, built by its defaults."""
+    raise RuntimeError(
+        "selective_scan_cuda is not installed. To use Mamba-1, reinstall with:\n"
+        "  MAMBA_KEEP_CUDA_BUILD=TRUE pip install mamba-ssm --no-build-isolation"
+    )
+
+
+def norm_without_groups(
+    x: Tensor, weight: Tensor, bias: None, z: Tensor, eps: float, group_size: int | None, norm_before_gate: bool
+) -> Tensor:
+    """Takes the size of groups, and normalises over the whole row."""
+    return reference.gated_rms_norm(x, z, weight, eps, None, norm_before_gate)
+
+
+def norm_always_after_the_gate(
+    x: Tensor, weight: Tensor, bias: None, z: Tensor, eps: float, group_size: int | None, norm_before_gate: bool
+) -> Tensor:
+    """Takes the order of norm and gate, and keeps its own."""
+    return reference.gated_rms_norm(x, z, weight, eps, group_size, False)
+
+
+def norm_of_fewer_arguments(x: Tensor, weight: Tensor, bias: None, z: Tensor, eps: float) -> Tensor:
+    """Knows neither."""
+    return reference.gated_rms_norm(x, z, weight, eps)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
 def modules() -> dict[str, ModuleType]:
     """What to put into sys.modules."""
     contents = {

@@ -246,7 +246,7 @@ def test_the_order_is_the_users(fake: Fake, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_name_that_no_backend_has_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"kernels\.order: 'numbba' is not a backend\. Did you mean numba\?"):
+    with pytest.raises(ValueError, match=r'kernels\.order cannot be "numbba"\. Did you mean numba'):
         set_kernel_order(["numbba"])
 
 
@@ -357,3 +357,13 @@ for choice in kernel_report("cpu"):
         "ssd_scan chunked numba: numba is not installed",
         "causal_conv1d gathered numba: numba is not installed",
     ]
+
+
+def test_recipes_know_the_names_of_kernels() -> None:
+    from ssm_tune.recipe import KERNELS, RecipeError, recipe_from_dict
+
+    assert list(KERNELS) == backends.kernel_names()
+    for name in KERNELS:
+        set_kernel_order([name])
+    with pytest.raises(RecipeError, match=r'kernels\.order cannot be "numbba"\. Did you mean numba'):
+        recipe_from_dict({"kernels": {"order": ["hub", "numbba"]}}, complete=False)

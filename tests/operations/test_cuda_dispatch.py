@@ -72,16 +72,54 @@ def test_their_operations_are_served_by_them_on_their_device(as_if_cuda: None) -
         assert found[operation] == ("causal_conv1d", "")
 
 
-def test_a_package_of_old_that_has_no_scan_leaves_the_rest(as_if_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_built(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError("built without the Mamba-1 scan")
-
+def test_the_next_mamba_ssm_without_the_mamba_1_scan_leaves_the_rest(
+    as_if_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built by its new defaults it imports, and raises at the first call."""
     interface = sys.modules["mamba_ssm.ops.selective_scan_interface"]
-    monkeypatch.setattr(interface, "selective_scan_fn", not_built)
+    monkeypatch.setattr(interface, "selective_scan_fn", stand_ins.selective_scan_not_built)
     found = {choice.operation: choice for choice in kernels.kernel_report("cpu")}
     assert found["selective_scan"].backend == "reference"
-    assert "NotImplementedError: built without the Mamba-1 scan" in found["selective_scan"].reason
-    assert found["ssd_scan"].backend == "mamba_ssm"
+    assert "RuntimeError: selective_scan_cuda is not installed" in found["selective_scan"].reason
+    assert found["selective_scan_step"].backend == found["ssd_scan"].backend == "mamba_ssm"
+
+
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        (stand_ins.norm_without_groups, "output differs from the reference"),
+        (stand_ins.norm_always_after_the_gate, "gated_rms_norm with norm_before_gate=True: output differs"),
+        (stand_ins.norm_of_fewer_arguments, "TypeError"),
+    ],
+)
+def test_an_old_mamba_ssm_that_drops_the_arguments_of_norms_is_not_chosen(
+    as_if_cuda: None, monkeypatch: pytest.MonkeyPatch, old: object, said: str
+) -> None:
+    monkeypatch.setattr(sys.modules["mamba_ssm.ops.triton.layernorm_gated"], "rmsnorm_fn", old)
+    found = {choice.operation: choice for choice in kernels.kernel_report("cpu")}
+    assert found["gated_rms_norm"].backend == "reference"
+    assert said in found["gated_rms_norm"].reason
+    assert found["ssd_scan"].backend == found["rms_norm"].backend == "mamba_ssm"
+    y, z, weight = draw(2, 3, 8).float(), draw(2, 3, 8).float(), draw(8).float()
+    given = (y, z, weight, 1e-5, 4, True)
+    torch.testing.assert_close(kernels.gated_rms_norm(*given), kernels.reference.gated_rms_norm(*given))
+
+
+def test_causal_conv1d_serves_without_mamba_ssm(as_if_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    found = {choice.operation: choice for choice in kernels.kernel_report("cpu")}
+    assert found["causal_conv1d"].backend == "causal_conv1d"
+    assert found["ssd_scan"].reason.startswith("mamba_ssm: mamba_ssm is not installed")
+
+
+def test_mamba_ssm_without_triton_is_told_by_its_own_error(as_if_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_triton(*args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.delitem(sys.modules, "triton.errors", raising=False)
+    monkeypatch.setattr(sys.modules["mamba_ssm.ops.triton.layer_norm"], "rms_norm_fn", without_triton)
+    (choice,) = kernels.kernel_report("cpu", ["rms_norm"])
+    assert "mamba_ssm: does not work here: ModuleNotFoundError: No module named 'triton'" in choice.reason
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -147,7 +185,7 @@ def test_selective_scan_in_parts_within_32_bit_offsets(largest: int, monkeypatch
         seen.append(u.numel())
         return stand_ins.selective_scan_fn(u, *rest)
 
-    monkeypatch.setattr(module, "selective_scan_fn", checked)
+    monkeypatch.setattr(sys.modules["mamba_ssm.ops.selective_scan_interface"], "selective_scan_fn", checked)
     tensors = {name: t.float() for name, t in scan_tensors().items()}
     y, state = module.selective_scan(**tensors, return_final_state=True)
     expected = kernels.reference.selective_scan(**tensors, return_final_state=True)
@@ -213,7 +251,7 @@ def test_ssd_scan_in_parts_within_32_bit_offsets(documents: str, largest: int, m
         assert x.numel() < largest
         return stand_ins.mamba_chunk_scan_combined(x, *rest, **settings)
 
-    monkeypatch.setattr(module, "mamba_chunk_scan_combined", checked)
+    monkeypatch.setattr(sys.modules["mamba_ssm.ops.triton.ssd_combined"], "mamba_chunk_scan_combined", checked)
     assert_equals_reference("ssd_scan", module.ssd_scan, ssd_tensors(), chunk_size=8, seq_idx=seq_idx_of(documents))
     assert len(seen) > 1
     monkeypatch.setattr(module, "_LARGEST", 8)
