@@ -246,7 +246,7 @@ def test_the_order_is_the_users(fake: Fake, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_name_that_no_backend_has_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r'kernels\.order cannot be "numbba"\. Did you mean numba'):
+    with pytest.raises(ValueError, match=r"kernels\.order: 'numbba' is not a backend\. Did you mean numba\?"):
         set_kernel_order(["numbba"])
 
 
