@@ -16,7 +16,7 @@ from ssm_tune.recipe import RecipeError
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED_MLP = ("gate_proj", "up_proj", "down_proj")
-_SCAN, _SSD = ("causal_conv1d", "selective_scan"), ("causal_conv1d", "ssd_scan", "gated_rms_norm")
+_SCAN, _SSD = ("causal_conv1d", "selective_scan"), ("ssd_block", "causal_conv1d", "ssd_scan", "gated_rms_norm")
 # By kind of mixer, or by model_type where the whole model is ours.
 _OPERATIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mamba", "normed_mamba", "mamba_heads", "mamba_hybrid", "samba"), _SCAN),

@@ -11,6 +11,7 @@ from ssm_tune.kernels.mamba3 import mamba3_scan, mamba3_step
 from ssm_tune.kernels.norm import gated_rms_norm, rms_norm
 from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
 from ssm_tune.kernels.ssd import ssd_scan, ssd_step
+from ssm_tune.kernels.ssd_block import ssd_block
 
 __all__ = [
     "KernelChoice",
@@ -26,5 +27,6 @@ __all__ = [
     "selective_scan_step",
     "set_kernel_order",
     "ssd_scan",
+    "ssd_block",
     "ssd_step",
 ]

@@ -40,7 +40,8 @@ class Backend:
 
     `devices` None: any device, and no trial, since it is plain PyTorch. `package`: what a user installs for it.
     `errors`: what the package raises beside the built-in exceptions, as "module:class". `cost`: against the first of
-    the list. `prebuilt`: the Hub's package that is handed to the function in the place of the installed one.
+    the list. `prebuilt`: the Hub's package that is handed to the function in the place of the installed one. `also`:
+    further names by which a user's order means it.
     """
 
     operation: str
@@ -51,6 +52,7 @@ class Backend:
     errors: tuple[str, ...] = ()
     cost: str = ""
     prebuilt: Package | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -102,6 +104,17 @@ BACKENDS = (
     _hub("ssd_scan", "mamba_ssm_ssd", HUB_MAMBA_SSM, _TRITON),
     Backend("ssd_scan", "chunked", "ssd_chunked", cost="chunks of matrix products in PyTorch, several times slower"),
     Backend("ssd_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
+    Backend("ssd_block", "mamba_ssm", "mamba_ssm_block", _CUDA, "mamba_ssm", _TRITON),
+    _hub("ssd_block", "mamba_ssm_block", HUB_MAMBA_SSM, _TRITON),
+    # An order that names one of another kind for a part means the parts.
+    Backend(
+        "ssd_block",
+        "parts",
+        "ssd_block_parts",
+        cost="its parts one by one, a tenth slower and with more memory",
+        also=("ours", "numba", "chunked", "gathered"),
+    ),
+    Backend("ssd_block", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("ssd_step", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
     _hub("ssd_step", "mamba_ssm_ssd", HUB_MAMBA_SSM, _TRITON),
     Backend("ssd_step", "reference", "reference", cost=_SEVERAL_KERNELS),
@@ -298,7 +311,7 @@ def _candidates(operation: str, device_type: str) -> tuple[Backend, ...]:
         order = _settings.order
 
         def place(backend: Backend) -> int:
-            named = [order.index(name) for name in (backend.name, backend.source) if name in order]
+            named = [order.index(name) for name in (backend.name, backend.source, *backend.also) if name in order]
             return min(named, default=len(order))
 
         fitting = [b for b in BACKENDS if b.operation == operation and (b.devices is None or device_type in b.devices)]

@@ -17,6 +17,7 @@ from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents, find_documents
 from ssm_tune.kernels.packages import MAMBA_SSM, Package
+from ssm_tune.kernels.recompute import kept_tensors, recomputable, recomputing, reference_to
 
 # Offsets into every tensor are 32-bit in the kernel.
 _LARGEST = 2**31
@@ -66,22 +67,14 @@ def selective_scan(
     A, D, dt_bias = (None if t is None else t.float() for t in (A, D, dt_bias))
     if documents is not None and not dt_softplus and dt_bias is not None:
         dt, dt_bias = dt + dt_bias, None  # so that what `_set_starts` writes is the step itself
-    # The kernel wants (batch, dim, length), tokens side by side.
-    u, delta, B_turned, C_turned, z_turned = (
-        None if t is None else t.to(x.dtype).transpose(1, 2).contiguous() for t in (x, dt, B, C, z)
-    )
-    skipped = None
-    if documents is not None:
-        # Copies, ours to write into: turning may have given the tensor itself.
-        u, delta = (t.clone() if t.data_ptr() == given.data_ptr() else t for t, given in ((u, x), (delta, dt)))
-        skipped = _set_starts(documents, x, dt, D, z, dt_bias, dt_softplus, u, delta)
-        _clear_padding(documents, dt_softplus, u, delta)
-    with device_of(x):
+    u, delta, z_turned = _turned(documents, x, dt, D, z, dt_bias, dt_softplus)
+    B_turned, C_turned = (_turn(t, x.dtype) for t in (B, C))
+    skipped = _skipped(documents, x, u, D, z)
+    _recompute_turned(documents, x, dt, D, z, dt_bias, dt_softplus, (u, delta, z_turned))
+    with device_of(x), kept_tensors() as kept:
         y, state = _scan(kernel, u, delta, A, B_turned, C_turned, D, z_turned, dt_bias, dt_softplus)
-    if skipped is not None:
-        rows, columns = documents.starts
-        y[rows, :, columns] = y[rows, :, columns] + skipped.to(y.dtype)
-    y = y.transpose(1, 2)
+    ungated = [t for t in kept if t.shape == u.shape]
+    y = _finished(y, documents, skipped).transpose(1, 2)
     if initial_state is not None:
         step = _true_step(dt, dt_bias, dt_softplus)
         more, carried = _from_initial_state(documents, step, A, C, initial_state)
@@ -89,6 +82,9 @@ def selective_scan(
         state = state + carried
     if documents is not None and documents.is_padding is not None:
         y = y.masked_fill(documents.is_padding[..., None], 0.0)
+    y = y.contiguous()  # whoever multiplies it by a matrix would copy it, and save the copy
+    if z is not None and initial_state is None and len(ungated) == 1:
+        _recompute_gated(y, ungated[0], z, documents, skipped)
     # Of the buffer that the kernel keeps for its backward, the state is a view.
     return (y, state.contiguous()) if return_final_state else y
 
@@ -99,36 +95,112 @@ def _true_step(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
     return F.softplus(step) if dt_softplus else step
 
 
-def _set_starts(
-    documents: Documents,
+def _turn(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """(batch, dim, length), tokens side by side, as the kernel wants it."""
+    return None if tensor is None else tensor.to(dtype).transpose(1, 2).contiguous()
+
+
+def _turned(
+    documents: Documents | None,
     x: Tensor,
     dt: Tensor,
     D: Tensor | None,
     z: Tensor | None,
     dt_bias: Tensor | None,
     dt_softplus: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, dt and z as the kernel gets them, documents and padding marked in x and dt."""
+    u, delta, z_turned = (_turn(t, x.dtype) for t in (x, dt, z))
+    if documents is not None:
+        # Copies, ours to write into: turning may have given the tensor itself.
+        u, delta = (t.clone() if t.data_ptr() == given.data_ptr() else t for t, given in ((u, x), (delta, dt)))
+        _set_starts(documents, x, dt, dt_bias, dt_softplus, u, delta)
+        _clear_padding(documents, dt_softplus, u, delta)
+    return u, delta, z_turned
+
+
+def _recompute_turned(
+    documents: Documents | None,
+    x: Tensor,
+    dt: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    turned: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Let what was turned be turned again in backward, rather than kept beside what it was made of."""
+    if not recomputing():
+        return
+    given = [None if t is None else reference_to(t) for t in (x, dt, z)]
+    vectors = [None if t is None else t.detach() for t in (D, dt_bias)]
+
+    def turn_again() -> list[Tensor]:
+        x, dt, z = (None if t is None else t() for t in given)
+        again = _turned(documents, x, dt, vectors[0], z, vectors[1], dt_softplus)
+        return [t for t in again if t is not None]
+
+    recomputable([t for t in turned if t is not None], turn_again)
+
+
+def _set_starts(
+    documents: Documents,
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
     u: Tensor,
     delta: Tensor,
-) -> Tensor | None:
+) -> None:
     """Make the kernel forget at the first token of each document; changes u and delta (batch, dim, length) there.
 
     A step of _FORGETTING_STEP makes exp(step A) zero, and x times true step over this step enters the state as it
-    should. Returns what the skip connection then lacks at these tokens, (starts, dim), gated: D (x - x') silu(z).
+    should.
     """
     rows, columns = documents.starts
     if rows.numel() == 0:
-        return None
+        return
     values = x[rows, columns].float()
     long_step = x.new_full((), _FORGETTING_STEP, dtype=torch.float32)
     # The kernel adds the bias to this step too, and softplus leaves it as it is.
     long_step = long_step if dt_bias is None else long_step + dt_bias
-    shrunk = (values * _true_step(dt[rows, columns], dt_bias, dt_softplus) / long_step).to(u.dtype)
-    u[rows, :, columns] = shrunk
+    u[rows, :, columns] = (values * _true_step(dt[rows, columns], dt_bias, dt_softplus) / long_step).to(u.dtype)
     delta[rows, :, columns] = delta.new_full((), _FORGETTING_STEP)
-    if D is None:
+
+
+def _skipped(documents: Documents | None, x: Tensor, u: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor | None:
+    """What the skip connection lacks at the first tokens of documents, (starts, dim), gated: D (x - u) silu(z)."""
+    if documents is None or D is None or documents.starts[0].numel() == 0:
         return None
-    skipped = D * (values - shrunk.float())
+    rows, columns = documents.starts
+    skipped = D * (x[rows, columns].float() - u[rows, :, columns].float())
     return skipped if z is None else skipped * F.silu(z[rows, columns].float())
+
+
+def _finished(y: Tensor, documents: Documents | None, skipped: Tensor | None) -> Tensor:
+    """y (batch, dim, length) with the skip connection whole at the first tokens of documents."""
+    if skipped is not None:
+        rows, columns = documents.starts
+        y[rows, :, columns] = y[rows, :, columns] + skipped.to(y.dtype)
+    return y
+
+
+def _recompute_gated(
+    y: Tensor, ungated: Tensor, z: Tensor, documents: Documents | None, skipped: Tensor | None
+) -> None:
+    """Let y be gated again in backward: the kernel keeps its output before the gate."""
+    z_again, skipped = reference_to(z), None if skipped is None else skipped.detach()
+
+    def gate_again() -> list[Tensor]:
+        again = F.silu(z_again()) * ungated.transpose(1, 2)
+        if skipped is not None:
+            rows, columns = documents.starts
+            again[rows, columns] += skipped.to(again.dtype)
+        if documents is not None and documents.is_padding is not None:
+            again.masked_fill_(documents.is_padding[..., None], 0.0)
+        return [again]
+
+    recomputable([y], gate_again)
 
 
 def _clear_padding(documents: Documents, dt_softplus: bool, u: Tensor, delta: Tensor) -> None:

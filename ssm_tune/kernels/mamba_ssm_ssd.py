@@ -62,7 +62,7 @@ def ssd_scan(
         dt_bias, dt_softplus, dt_limit = None, False, _NO_LIMIT
         x = x.masked_fill(padding[..., None, None], 0.0)
     settings = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
-    rows, tokens = _piece_that_fits(x, dt, B, C, chunk_size)
+    rows, tokens = piece_that_fits(x, dt, B, C, chunk_size)
     with device_of(x):
         done = []
         for row in range(0, batch, rows):
@@ -121,7 +121,7 @@ def _scan_rows(
     return _join(done, 1), state
 
 
-def _piece_that_fits(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> tuple[int, int]:
+def piece_that_fits(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> tuple[int, int]:
     """Rows, and tokens of each, that can go to the kernel at once."""
     batch, length, heads, head_dim = x.shape
     groups, states = B.shape[-2:]

@@ -275,3 +275,34 @@ def gated_rms_norm(
     normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
     normed = normed.flatten(-2) * weight.to(wide.dtype)
     return (normed * gate if norm_before_gate else normed).to(y.dtype)
+
+
+def ssd_block(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    head_dim: int,
+    groups: int,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    chunk_size: int = 256,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Mamba-2's mixer between its projections (Mamba-2, figure 6). See `ssm_tune.kernels.ssd_block`."""
+    heads, channels = len(A), len(conv_weight)
+    dim = heads * head_dim
+    states = (channels - dim) // 2
+    z, xBC, dt = projected.split([dim, channels, heads], dim=-1)
+    x, B, C = causal_conv1d(xBC, conv_weight, conv_bias, seq_idx=seq_idx).split([dim, states, states], dim=-1)
+    x, B, C = x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
+    y = ssd_scan(x, dt, A, B, C, D, dt_bias, dt_limit=dt_limit, seq_idx=seq_idx).flatten(-2)
+    if norm_weight is None:
+        return y * F.silu(z)
+    return gated_rms_norm(y, z, norm_weight, eps, group_size, norm_before_gate)

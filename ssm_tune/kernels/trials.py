@@ -16,6 +16,7 @@ from ssm_tune.kernels.tuning import without_tuning
 _DROPPED: dict[str, dict[str, Any]] = {
     "gated_rms_norm": {"norm_before_gate": True},
     "ssd_scan": {"dt_limit": (0.3, 0.9)},
+    "ssd_block": {"norm_before_gate": True, "dt_limit": (0.3, 0.9)},
 }
 # A kernel that is wrong is wrong by far more, and one that is right in bfloat16 or TF32 by less.
 _TOLERANCE = 0.05
@@ -89,6 +90,12 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
         return tensors, packed if operation == "ssd_scan" else {}, wide
     if operation == "mamba3_scan":
         tensors = {"x": normal(batch, length, heads, 64), "dt": normal(batch, length, heads).exp()}
+    if operation == "ssd_block":
+        heads, head_dim, groups, channels = 8, 16, 2, 8 * 16 + 2 * 2 * 32
+        tensors = {"projected": normal(batch, length, 8 * 16 + channels + heads)}
+        tensors |= {"conv_weight": normal(channels, width), "conv_bias": normal(channels), "A": -normal(heads).exp()}
+        tensors |= {"D": normal(heads), "dt_bias": normal(heads), "norm_weight": normal(heads * head_dim)}
+        return tensors, packed | {"head_dim": head_dim, "groups": groups, "group_size": 64}, wide
         tensors |= {"A": -normal(batch, length, heads).exp(), "trap": normal(batch, length, heads)}
         tensors |= {name: normal(batch, length, 1, groups, 64) for name in ("B", "C")}
         tensors |= {"angles": normal(batch, length, 16), "B_bias": normal(heads, 1, 64), "C_bias": normal(heads, 1, 64)}
@@ -115,12 +122,12 @@ def _results(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The output, and the gradients by all tensors, or the new state of a step form."""
+    """The output, and the gradients by all tensors, or what a step form updates."""
     inputs = {n: t.to(device, torch.float32 if n in wide else dtype, copy=True) for n, t in args.items()}
     kwargs = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in kwargs.items()}
     if "state" in inputs:
         with torch.no_grad():
-            return {"output": function(**inputs, **kwargs), "state": inputs["state"]}
+            return {"output": function(**inputs, **kwargs)} | {name: inputs[name] for name in changed}
     for tensor in inputs.values():
         tensor.requires_grad_()
     output = function(**inputs, **kwargs)

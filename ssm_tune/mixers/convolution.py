@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ssm_tune import kernels
+from ssm_tune.kernels.recompute import recomputable, reference_to
 from ssm_tune.mixers.states import continued
 
 
@@ -26,7 +27,16 @@ def convolve_row(
     arguments = {"activation": activation, "seq_idx": seq_idx, "initial_state": continued(window)}
     if keep_window:
         return kernels.causal_conv1d(x, weight, conv1d.bias, **arguments, return_final_state=True)
-    return kernels.causal_conv1d(x, weight, conv1d.bias, **arguments), None
+    y = kernels.causal_conv1d(x, weight, conv1d.bias, **arguments)
+    if window is None:
+        given = reference_to(x)
+
+        def convolve_again() -> list[Tensor]:
+            settings = {"activation": activation, "seq_idx": seq_idx}
+            return [kernels.causal_conv1d(given(), conv1d.weight[:, 0], conv1d.bias, **settings)]
+
+        recomputable([y], convolve_again)
+    return y, None
 
 
 def convolve_token(conv1d: nn.Conv1d, x: Tensor, window: Tensor, activation: str | None = "silu") -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ssm_tune import kernels
+from ssm_tune.kernels.recompute import random_state_for, recomputable, recomputed, reference_to
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
@@ -40,14 +41,18 @@ class MambaMixer(Patched):
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
         window, state = read_states(cache, self.layer_idx)
         x, z = project(self.in_proj, hidden_states, self.conv1d.weight.dtype).chunk(2, dim=-1)
-        if state is not None and x.shape[1] == 1 and seq_idx is None:
-            x = convolve_token(self.conv1d, x[:, 0], window)[:, None]
-            dt, B, C, dt_bias = self._select(x)
-            A, D = self._recurrence()
-            y = kernels.selective_scan_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state, D, z[:, 0], dt_bias)[:, None]
-        else:
-            y = self._scan_row(x, z, cache, window, state, seq_idx)
-        return project(self.out_proj, y, self.conv1d.weight.dtype)
+        with recomputed(x):
+            if state is not None and x.shape[1] == 1 and seq_idx is None:
+                y = self._step(x[:, 0], z[:, 0], window, state)
+            else:
+                y = self._scan_row(x, z, cache, window, state, seq_idx)
+            return project(self.out_proj, y, self.conv1d.weight.dtype)
+
+    def _step(self, x: Tensor, z: Tensor, window: Tensor, state: Tensor) -> Tensor:
+        x = convolve_token(self.conv1d, x, window)
+        dt, B, C, dt_bias = self._select(x[:, None])
+        A, D = self._recurrence()
+        return kernels.selective_scan_step(x, dt[:, 0], A, B[:, 0], C[:, 0], state, D, z, dt_bias)[:, None]
 
     def _scan_row(
         self, x: Tensor, z: Tensor, cache: Any, window: Tensor | None, state: Tensor | None, seq_idx: Tensor | None
@@ -67,8 +72,11 @@ class MambaMixer(Patched):
         dt, B, C = project(self.x_proj, x, self.conv1d.weight.dtype).split(
             [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1
         )
-        dt, B, C = self._normalise(dt, B, C)
-        dt, dt_bias = project_without_bias(self.dt_proj, dt)
+        low_rank, B, C = self._normalise(dt, B, C)
+        random_state = random_state_for(self.dt_proj, low_rank)
+        dt, dt_bias = project_without_bias(self.dt_proj, low_rank)
+        given = reference_to(low_rank)
+        recomputable([dt], lambda: [project_without_bias(self.dt_proj, given())[0]], random_state)
         return dt, B, C, None if dt_bias is None else dt_bias.float()
 
     def _normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

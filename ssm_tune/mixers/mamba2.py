@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ssm_tune import kernels
+from ssm_tune.kernels.recompute import recomputed
+from ssm_tune.kernels.ssd_block_parts import gated
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
@@ -39,34 +40,45 @@ class Mamba2Mixer(Patched):
         """
         if seq_idx is None and attention_mask is not None:
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
-        z, xBC, dt = self._project(hidden_states).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        projected = self._project(hidden_states)
+        with recomputed(projected):
+            y = self._block(projected, seq_idx) if cache is None else self._continue(projected, cache, seq_idx)
+            return project(self.out_proj, y, self.conv1d.weight.dtype)
+
+    def _block(self, projected: Tensor, seq_idx: Tensor | None) -> Tensor:
+        """A whole row, from in_proj to out_proj, in one operation."""
+        A, D, dt_bias = self._recurrence()
+        return kernels.ssd_block(
+            projected,
+            self.conv1d.weight[:, 0],
+            self.conv1d.bias,
+            A,
+            D,
+            dt_bias,
+            head_dim=self.head_dim,
+            groups=self.n_groups,
+            chunk_size=self.chunk_size,
+            dt_limit=self._dt_limit(),
+            seq_idx=seq_idx,
+            **self._norm(),
+        )
+
+    def _continue(self, projected: Tensor, cache: Any, seq_idx: Tensor | None) -> Tensor:
+        """A row or a token, from the states in the cache, which are brought up to date."""
+        z, xBC, dt = projected.split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
         window, state = read_states(cache, self.layer_idx)
+        A, D, dt_bias = self._recurrence()
         if state is not None and xBC.shape[1] == 1 and seq_idx is None:
             x, B, C = self._split(convolve_token(self.conv1d, xBC[:, 0], window))
-            A, D, dt_bias = self._recurrence()
             y = kernels.ssd_step(x, dt[:, 0], A, B, C, state, D, dt_bias, dt_limit=self._dt_limit())[:, None]
         else:
-            y = self._scan_row(xBC, dt, cache, window, state, seq_idx)
-        y = self._gate(y.flatten(-2), z)
-        return project(self.out_proj, y, self.conv1d.weight.dtype)
-
-    def _scan_row(
-        self, xBC: Tensor, dt: Tensor, cache: Any, window: Tensor | None, state: Tensor | None, seq_idx: Tensor | None
-    ) -> Tensor:
-        xBC, window = convolve_row(self.conv1d, xBC, window, seq_idx, keep_window=cache is not None)
-        x, B, C = self._split(xBC)
-        A, D, dt_bias = self._recurrence()
-        arguments = {
-            "chunk_size": self.chunk_size,
-            "dt_limit": self._dt_limit(),
-            "seq_idx": seq_idx,
-            "initial_state": continued(state),
-        }
-        if cache is None:
-            return kernels.ssd_scan(x, dt, A, B, C, D, dt_bias, **arguments)
-        y, state = kernels.ssd_scan(x, dt, A, B, C, D, dt_bias, **arguments, return_final_state=True)
-        write_states(cache, self.layer_idx, window, state)
-        return y
+            xBC, window = convolve_row(self.conv1d, xBC, window, seq_idx, keep_window=True)
+            x, B, C = self._split(xBC)
+            arguments = {"chunk_size": self.chunk_size, "dt_limit": self._dt_limit(), "seq_idx": seq_idx}
+            arguments |= {"initial_state": continued(state), "return_final_state": True}
+            y, state = kernels.ssd_scan(x, dt, A, B, C, D, dt_bias, **arguments)
+            write_states(cache, self.layer_idx, window, state)
+        return gated(y.flatten(-2), z, **self._norm())
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., heads, head_dim), B and C (..., groups, state)."""
@@ -86,8 +98,10 @@ class Mamba2Mixer(Patched):
         """z, x, B, C and dt in one tensor (batch, length, projections)."""
         return project(self.in_proj, hidden_states, self.conv1d.weight.dtype)
 
-    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
-        return kernels.gated_rms_norm(y, z, self.norm.weight, self.norm.variance_epsilon, self.norm.group_size)
+    def _norm(self) -> dict[str, Any]:
+        """The gated norm, in the words of the kernels; no weight: no norm."""
+        norm = self.norm
+        return {"norm_weight": norm.weight, "eps": norm.variance_epsilon, "group_size": norm.group_size}
 
 
 class FalconH1Mixer(Mamba2Mixer):
@@ -101,8 +115,12 @@ class FalconH1Mixer(Mamba2Mixer):
         projected = super()._project(hidden_states * self.ssm_in_multiplier)
         return projected * self.mup_vector.to(projected.dtype)
 
-    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
+    def _norm(self) -> dict[str, Any]:
         if not self.mamba_rms_norm:
-            return y * F.silu(z)
-        norm, size = self.norm, self.intermediate_size // self.n_groups
-        return kernels.gated_rms_norm(y, z, norm.weight, norm.variance_epsilon, size, norm.norm_before_gate)
+            return {"norm_weight": None}
+        return {
+            "norm_weight": self.norm.weight,
+            "eps": self.norm.variance_epsilon,
+            "group_size": self.intermediate_size // self.n_groups,
+            "norm_before_gate": self.norm.norm_before_gate,
+        }

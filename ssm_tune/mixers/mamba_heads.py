@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ssm_tune import kernels
+from ssm_tune.kernels.recompute import recomputed
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
@@ -37,6 +38,13 @@ class MambaHeadsMixer(Patched):
         window, state = read_states(cache, self.layer_idx)
         # The two halves of in_proj are interleaved, channel by channel.
         x, z = project(self.in_proj, hidden_states, self.conv1d.weight.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        with recomputed(x):
+            y = self._scan(x, z, cache, window, state, seq_idx)
+        return project(self.out_proj, y, self.conv1d.weight.dtype)
+
+    def _scan(
+        self, x: Tensor, z: Tensor, cache: Any, window: Tensor | None, state: Tensor | None, seq_idx: Tensor | None
+    ) -> Tensor:
         stepping = state is not None and x.shape[1] == 1 and seq_idx is None
         if stepping:
             x = convolve_token(self.conv1d, x[:, 0], window)[:, None]
@@ -62,7 +70,7 @@ class MambaHeadsMixer(Patched):
                 states.append(after)
         if states:
             write_states(cache, self.layer_idx, window, torch.stack(states, dim=1))
-        return project(self.out_proj, torch.cat(outputs, dim=-1), self.conv1d.weight.dtype)
+        return torch.cat(outputs, dim=-1)
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dt (batch, length, heads, head_dim) without its bias, B and C (batch, length, heads, state)."""

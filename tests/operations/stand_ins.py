@@ -18,6 +18,29 @@ from ssm_tune.kernels import reference
 CALLS: list[str] = []
 
 
+class _Kernel(torch.autograd.Function):
+    """Saves what the real one saves, and computes its gradients from what it finds saved."""
+
+    @staticmethod
+    def forward(ctx, compute, *tensors):
+        with torch.no_grad():
+            results, also_saved = compute(*tensors)
+        ctx.compute, ctx.given = compute, len(tensors)
+        ctx.save_for_backward(*tensors, *also_saved)
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors[: ctx.given]
+        inputs = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in saved]
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        with torch.enable_grad():
+            results = ctx.compute(*inputs)[0]
+        first = results[0] if isinstance(results, tuple) else results  # of the last state no gradient is known
+        found = dict(zip(map(id, wanted), torch.autograd.grad(first, wanted, grads[0]), strict=True))
+        return None, *(None if t is None else found.get(id(t)) for t in inputs)
+
+
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
@@ -36,13 +59,20 @@ def selective_scan_fn(
     assert z is None or z.dtype == u.dtype
     assert {t.dtype for t in (A, D, delta_bias) if t is not None} == {torch.float32}
     assert A.shape[1] <= 256
-    turned = [None if t is None else t.transpose(1, 2) for t in (u, delta, B, C, z)]
-    y, state = reference.selective_scan(
-        turned[0], turned[1], A, turned[2], turned[3], D, turned[4], delta_bias,
-        dt_softplus=delta_softplus, return_final_state=True,
-    )  # fmt: skip
-    y = y.transpose(1, 2).contiguous()
-    return (y, state.detach()) if return_last_state else y
+
+    def compute(u, delta, A, B, C, D, z, delta_bias):
+        turned = [None if t is None else t.transpose(1, 2) for t in (u, delta, B, C)]
+        out, state = reference.selective_scan(
+            turned[0], turned[1], A, turned[2], turned[3], D, None, delta_bias,
+            dt_softplus=delta_softplus, return_final_state=True,
+        )  # fmt: skip
+        out = out.transpose(1, 2).contiguous()
+        if z is None:
+            return (out, state.detach()), ()
+        return ((out.float() * F.silu(z.float())).to(out.dtype), state.detach()), (out,)
+
+    y, state = _Kernel.apply(compute, u, delta, A, B, C, D, z, delta_bias)
+    return (y, state) if return_last_state else y
 
 
 def selective_state_update(
@@ -120,6 +150,51 @@ def mamba_chunk_scan_combined(
     return (y, state) if return_final_states else y
 
 
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """Convolution, scan and norm, with what these know of documents; saves its input and the scan's output."""
+    CALLS.append("mamba_split_conv1d_scan_combined")
+    assert outproj_weight is None and outproj_bias is None and initial_states is None and not return_final_states
+    assert {t.dtype for t in (A, D, dt_bias)} == {torch.float32}
+    assert conv1d_bias is None or conv1d_bias.dtype == conv1d_weight.dtype
+    (heads,), dim = A.shape, len(A) * headdim
+    states = (len(conv1d_weight) - dim) // 2
+
+    def compute(zxbcdt, conv1d_weight, conv1d_bias, A, D, dt_bias, rmsnorm_weight):
+        z, xBC, dt = zxbcdt.split([dim, len(conv1d_weight), heads], dim=-1)
+        xBC = causal_conv1d_fn(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation=activation)
+        x, B, C = xBC.transpose(1, 2).split([dim, states, states], dim=-1)
+        x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
+        out = mamba_chunk_scan_combined(
+            x, dt, A, B, C, chunk_size, D, None, dt_bias, seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit
+        )
+        if rmsnorm_weight is None:
+            return out.flatten(-2) * F.silu(z), (out,)
+        norm = (rmsnorm_eps, dim // ngroups, norm_before_gate)
+        return reference.gated_rms_norm(out.flatten(-2), z, rmsnorm_weight, *norm), (out, dt.new_zeros(dt.shape[:2]))
+
+    return _Kernel.apply(compute, zxbcdt, conv1d_weight, conv1d_bias, A, D, dt_bias, rmsnorm_weight)
+
+
 def rmsnorm_fn(
     x: Tensor,
     weight: Tensor,
@@ -172,18 +247,22 @@ def causal_conv1d_fn(
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
     assert seq_idx is None or initial_states is None
     assert initial_states is None or (initial_states.stride(1) == 1 and initial_states.dtype == x.dtype)
-    head = x.new_zeros(batch, dim, width - 1) if initial_states is None else initial_states
-    seen = torch.cat([head, x], dim=-1).float().unfold(-1, width, 1)
-    if seq_idx is not None:
-        numbers = F.pad(seq_idx, (width - 1, 0), value=-1).unfold(-1, width, 1)
-        seen = seen * (numbers == seq_idx[..., None])[:, None]
-    y = (seen * weight[:, None].float()).sum(-1)
-    if bias is not None:
-        y = y + bias.float()[:, None]
-    y = F.silu(y) if activation == "silu" else y
-    if seq_idx is not None:
-        y = y * (seq_idx >= 0)[:, None]
-    return y.to(x.dtype)
+
+    def compute(x, weight, bias, initial_states):
+        head = x.new_zeros(batch, dim, width - 1) if initial_states is None else initial_states
+        seen = torch.cat([head, x], dim=-1).float().unfold(-1, width, 1)
+        if seq_idx is not None:
+            numbers = F.pad(seq_idx, (width - 1, 0), value=-1).unfold(-1, width, 1)
+            seen = seen * (numbers == seq_idx[..., None])[:, None]
+        y = (seen * weight[:, None].float()).sum(-1)
+        if bias is not None:
+            y = y + bias.float()[:, None]
+        y = F.silu(y) if activation == "silu" else y
+        if seq_idx is not None:
+            y = y * (seq_idx >= 0)[:, None]
+        return torch.empty_like(x).copy_(y), ()  # channels side by side, as in x
+
+    return _Kernel.apply(compute, x, weight, bias, initial_states)
 
 
 def causal_conv1d_update(
@@ -236,7 +315,7 @@ def modules() -> dict[str, ModuleType]:
         "mamba_ssm.ops.selective_scan_interface": (selective_scan_fn,),
         "mamba_ssm.ops.triton": (),
         "mamba_ssm.ops.triton.selective_state_update": (selective_state_update,),
-        "mamba_ssm.ops.triton.ssd_combined": (mamba_chunk_scan_combined,),
+        "mamba_ssm.ops.triton.ssd_combined": (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined),
         "mamba_ssm.ops.triton.layer_norm": (rms_norm_fn,),
         "mamba_ssm.ops.triton.layernorm_gated": (rmsnorm_fn,),
         "causal_conv1d": (causal_conv1d_fn, causal_conv1d_update),

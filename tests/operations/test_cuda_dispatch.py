@@ -263,7 +263,7 @@ def test_ssd_scan_counts_its_output_where_the_input_is_repeated() -> None:
     module = ours("mamba_ssm_ssd")
     token = ssd_tensors(batch=1, length=1, heads=64, head_dim=64, groups=1, state=1)
     x, dt, B, C = (token[name].expand(1, 2**20, *token[name].shape[2:]) for name in ("x", "dt", "B", "C"))
-    assert module._piece_that_fits(x, dt, B, C, 256) == (1, (2**31 - 1) // (64 * 64) // 256 * 256)
+    assert module.piece_that_fits(x, dt, B, C, 256) == (1, (2**31 - 1) // (64 * 64) // 256 * 256)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)

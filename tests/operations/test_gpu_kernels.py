@@ -94,7 +94,7 @@ def test_ssd_scan_in_pieces_with_the_state_carried(monkeypatch: pytest.MonkeyPat
     tensors = ssd_tensors(length=1000, heads=4, head_dim=64, groups=1, state=64)
     seq_idx = torch.arange(1000).div(300, rounding_mode="floor").int().expand(2, -1).contiguous()
     settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda"}
-    monkeypatch.setattr(mamba_ssm_ssd, "_piece_that_fits", lambda *inputs: (1, 256))
+    monkeypatch.setattr(mamba_ssm_ssd, "piece_that_fits", lambda *inputs: (1, 256))
     assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, **settings)
 
 

@@ -1,0 +1,207 @@
+"""What backward computes again, on the path of a GPU: stand-ins for its kernels save what the real ones save.
+
+Gradients are those of the same path that keeps everything, and what a mixer keeps is no more than what stock's fused
+call would (counted from mamba-ssm 2.3: `MambaInnerFn` keeps its input, the scan's output and the small projection;
+`MambaSplitConv1dScanCombinedFn` its input and the scan's output).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from operations import stand_ins
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraModel
+from rows import LAYOUTS, Layout, make_documents, run, worst_gradient
+from tiny import tiny_config, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssm_tune.families import family_of
+from ssm_tune.kernels import backends, recompute
+from ssm_tune.mixers import patch_model
+
+# Widths that the kernels take: eight heads, so that every projection is a multiple of eight.
+EIGHT_HEADS: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "codestral": {},
+    "zamba2": {"n_mamba_heads": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+}
+KINDS = ["mamba", "falcon_mamba", "jamba", "zamba", *EIGHT_HEADS]
+
+
+def make_model(kind: str) -> Any:
+    return patch_model(tiny_model(kind, **EIGHT_HEADS.get(kind, {}))).train()
+
+
+@pytest.fixture(autouse=True)
+def path_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, module in stand_ins.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    devices = {("cuda",): ("cpu",), ("cpu",): ("none",)}
+    table = [dataclasses.replace(b, devices=devices.get(b.devices, b.devices)) for b in backends.BACKENDS]
+    monkeypatch.setattr(backends, "BACKENDS", tuple(b for b in table if "triton" not in b.name))
+    monkeypatch.setattr(backends, "_settings", backends._Settings())
+    monkeypatch.setattr(recompute, "DEVICES", ("cpu",))
+    stand_ins.CALLS.clear()
+    yield
+
+
+@pytest.fixture
+def keep_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(recompute, "DEVICES", ())
+
+
+def gradients(model: Any, layout: Layout, *, times: int = 1, context: Any = None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with context or nullcontext():
+        loss = run(model, layout, 100).loss
+    for last in reversed(range(times)):
+        loss.backward(retain_graph=bool(last))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-6) -> None:
+    assert [name for name, gradient in wanted.items() if not gradient.any()] == []
+    error, name = worst_gradient(got, wanted)
+    assert error < tolerance, name
+
+
+@pytest.mark.parametrize("name", ["packed rows, left", "right pads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_what_is_kept(kind: str, name: str, keep_everything: Callable[[], None]) -> None:
+    model, layout = make_model(kind), LAYOUTS[name](make_documents())
+    got = gradients(model, layout)
+    keep_everything()
+    assert_same(got, gradients(model, layout))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1"])
+def test_a_graph_that_is_kept_gives_them_twice(kind: str, keep_everything: Callable[[], None]) -> None:
+    model, layout = make_model(kind), LAYOUTS["packed"](make_documents())
+    got = gradients(model, layout, times=2)
+    keep_everything()
+    assert_same(got, {name: 2 * gradient for name, gradient in gradients(model, layout).items()})
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_autocast_holds_in_backward(kind: str, keep_everything: Callable[[], None]) -> None:
+    model, layout = make_model(kind), LAYOUTS["packed"](make_documents())
+    got = gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16))
+    keep_everything()
+    # The gate is rounded once more when it is computed again.
+    assert_same(got, gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16)), 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "mamba2"])
+def test_adapters_with_dropout_draw_the_same_numbers_again(
+    kind: str, keep_everything: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoraModel, "_check_target_module_compatiblity", lambda *_: None)
+    family = family_of(tiny_config(kind).model_type)
+    settings = LoraConfig(r=4, target_modules=list(family.projections), lora_dropout=0.5)
+    model, layout = get_peft_model(make_model(kind), settings), LAYOUTS["packed"](make_documents())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    torch.manual_seed(1)
+    got = gradients(model, layout)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    keep_everything()
+    assert_same(got, gradients(model, layout))
+    assert torch.equal(after, torch.rand(1))  # backward draws nothing that a later step would miss
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_gradient_checkpointing_is_left_alone(kind: str, keep_everything: Callable[[], None]) -> None:
+    model, layout = make_model(kind), LAYOUTS["packed"](make_documents())
+    gradients(model, layout)  # calls for the trials of the kernels
+    stand_ins.CALLS.clear()
+    model.gradient_checkpointing_enable()
+    got, calls = gradients(model, layout), len(stand_ins.CALLS)
+    stand_ins.CALLS.clear()
+    keep_everything()
+    assert_same(got, gradients(model, layout))
+    assert len(stand_ins.CALLS) == calls
+
+
+class Storages(TorchDispatchMode):
+    """Every storage that is made (or looked at) inside; `alive` is the bytes of those that still are, but `known`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[len(self.made)] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def alive(self, *known: torch.Tensor) -> int:
+        gc.collect()
+        found = {ref.cdata: size for ref, size in self.made.values() if not ref.expired()}
+        for tensor in known:
+            found.pop(tensor.untyped_storage()._cdata, None)
+        return sum(found.values())
+
+
+def kept_bytes(model: Any, layout: Layout, hidden: int) -> int:
+    """What a forward of one mixer of the model leaves for backward, its input and output not counted."""
+    mixer = next(m for m in model.modules() if "conv1d" in m._modules)
+    rows, length = layout.labels.shape
+    x = torch.randn(rows, length, hidden, requires_grad=True)
+    index = layout.inputs.get("seq_idx")
+    with Storages() as storages:
+        y = mixer(x, seq_idx=index)
+        assert y.requires_grad
+        return storages.alive(x, y, *model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "codestral", "bamba", "nemotron_h", "falcon_h1"])
+def test_a_mixer_keeps_no_more_than_the_fused_call_of_stock(kind: str, keep_everything: Callable[[], None]) -> None:
+    model, layout = make_model(kind), LAYOUTS["packed rows"](make_documents())
+    config, tokens = model.config, layout.labels.numel()
+    kept = kept_bytes(model, layout, config.hidden_size)
+    mixer = next(m for m in model.modules() if "conv1d" in m._modules)
+    parameters = sum(p.numel() for p in (*mixer.conv1d.parameters(), mixer.A_log, mixer.D)) + mixer.intermediate_size
+    dim = mixer.intermediate_size
+    if kind == "mamba":
+        states, rank = mixer.ssm_state_size, mixer.time_step_rank
+        # Input and its two halves, the scan's output; x_proj's, B and C again; states at the ends of pieces.
+        numbers = tokens * (2 * dim + dim + rank + 2 * states + 2 * states) + 2 * len(layout.labels) * dim * states
+        numbers += mixer.A_log.numel()
+    else:
+        numbers = tokens * (mixer.in_proj.out_features + dim + mixer.n_groups)
+        numbers += tokens * config.hidden_size * (kind == "falcon_h1")  # its input, scaled
+    small = 8 * parameters + 64 * tokens  # copies of parameters in float32, and what is known of documents
+    assert kept <= 4 * numbers + small
+    keep_everything()
+    assert kept_bytes(model, layout, config.hidden_size) > 4 * numbers + small  # and it matters
+
+
+def test_frozen_projections_keep_no_input_and_get_no_gradient() -> None:
+    """Only what gradients of activations need is kept where a mixer's projections are frozen."""
+    model, layout = make_model("mamba"), LAYOUTS["packed"](make_documents())
+    mixer = model.backbone.layers[0].mixer
+    full = kept_bytes(model, layout, model.config.hidden_size)
+    for name in ("in_proj", "x_proj", "dt_proj", "out_proj"):
+        getattr(mixer, name).requires_grad_(False)
+    frozen = kept_bytes(model, layout, model.config.hidden_size)
+    assert full - frozen >= 4 * layout.labels.numel() * mixer.time_step_rank  # dt_proj's input
+    gradients(model, layout)
+    assert all(getattr(mixer, name).weight.grad is None for name in ("in_proj", "x_proj", "dt_proj", "out_proj"))
