@@ -127,7 +127,7 @@ def _results(
     kwargs = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in kwargs.items()}
     if "state" in inputs:
         with torch.no_grad():
-            return {"output": function(**inputs, **kwargs)} | {name: inputs[name] for name in changed}
+            return {"output": function(**inputs, **kwargs), "state": inputs["state"]}
     for tensor in inputs.values():
         tensor.requires_grad_()
     output = function(**inputs, **kwargs)
