@@ -88,14 +88,14 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
             tensors["state"] = normal(batch, heads, 64, 64)
         tensors |= {"D": normal(heads), "dt_bias": normal(heads)}
         return tensors, packed if operation == "ssd_scan" else {}, wide
-    if operation == "mamba3_scan":
-        tensors = {"x": normal(batch, length, heads, 64), "dt": normal(batch, length, heads).exp()}
     if operation == "ssd_block":
         heads, head_dim, groups, channels = 8, 16, 2, 8 * 16 + 2 * 2 * 32
         tensors = {"projected": normal(batch, length, 8 * 16 + channels + heads)}
         tensors |= {"conv_weight": normal(channels, width), "conv_bias": normal(channels), "A": -normal(heads).exp()}
         tensors |= {"D": normal(heads), "dt_bias": normal(heads), "norm_weight": normal(heads * head_dim)}
         return tensors, packed | {"head_dim": head_dim, "groups": groups, "group_size": 64}, wide
+    if operation == "mamba3_scan":
+        tensors = {"x": normal(batch, length, heads, 64), "dt": normal(batch, length, heads).exp()}
         tensors |= {"A": -normal(batch, length, heads).exp(), "trap": normal(batch, length, heads)}
         tensors |= {name: normal(batch, length, 1, groups, 64) for name in ("B", "C")}
         tensors |= {"angles": normal(batch, length, 16), "B_bias": normal(heads, 1, 64), "C_bias": normal(heads, 1, 64)}
@@ -122,7 +122,7 @@ def _results(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The output, and the gradients by all tensors, or what a step form updates."""
+    """The output, and the gradients by all tensors, or the new state of a step form."""
     inputs = {n: t.to(device, torch.float32 if n in wide else dtype, copy=True) for n, t in args.items()}
     kwargs = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in kwargs.items()}
     if "state" in inputs:
