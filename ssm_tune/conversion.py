@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import sys
@@ -18,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from transformers import PreTrainedModel
 
 from ssm_tune.families import Family, family_of
-from ssm_tune.layouts import LAYOUTS, Checkpoint, Layout, StoredTensor, open_checkpoint
-from ssm_tune.layouts.writing import Outgoing, write_tensors
+from ssm_tune.layouts import LAYOUTS, Checkpoint, Layout, Parallel, StoredTensor, open_checkpoint
+from ssm_tune.layouts.writing import NewFiles, Outgoing
 from ssm_tune.precision import read_dtype
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import is_disk_full
@@ -50,24 +49,29 @@ def convert(
     to: str,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
 ) -> Path:
     """Write a checkpoint in another layout (or the same one, in another dtype). Memory holds one tensor at a time.
 
     Args:
         src: a folder or Hub repository of any layout; a run folder of full fine-tuning.
         dst: the new folder; it must not exist.
-        to: "hf", "state-spaces" or "mistral".
+        to: "hf", "state-spaces", "mistral" or "megatron".
         dtype: cast the weights to it; None: every number stays as it is. SSM parameters are never cast.
         revision: of a Hub repository.
+        tp, pp: over how many tensor-parallel and pipeline ranks a Megatron checkpoint is spread (1).
 
     Returns:
         The new folder. The tokenizer's files are copied along.
 
     Raises:
         RecipeError: a layout that is none; a config that the target cannot express (each field is named); tensors that
-            are missing, unexpected or mis-shaped; the target exists or the disk is full. Nothing is left behind.
+            are missing, unexpected or mis-shaped, or cannot be spread over so many ranks; the target exists or the disk
+            is full. Nothing is left behind.
     """
     target = _find_target(to)
+    parallel = _read_parallel(target, tp, pp)
     folder = Path(dst)
     if folder.exists():
         raise RecipeError(f"convert: {folder} exists already. Name another folder, or take it away first.")
@@ -79,8 +83,8 @@ def convert(
     weights = checkpoint.weights()
     model = check_weights(checkpoint, weights)
     tensors = _plan(checkpoint, weights, model, target, None if dtype is None else read_dtype(dtype))
-    values = _express(checkpoint, target, tensors)
-    _write(folder, checkpoint, target, values, tensors)
+    new = _lay_out(checkpoint, target, tensors, parallel)
+    _write(folder, checkpoint, target, new)
     return folder
 
 
@@ -95,6 +99,15 @@ def _find_target(to: str) -> Layout:
     return layouts[name]
 
 
+def _read_parallel(target: Layout, tp: int | None, pp: int | None) -> Parallel:
+    for key, value in {"tp": tp, "pp": pp}.items():
+        if value is not None and not target.writing.parallel:
+            raise RecipeError(f"convert: --{key} is for the megatron layout; {target.name} has no ranks. Leave it out.")
+        if value is not None and (type(value) is not int or value < 1):
+            raise RecipeError(f"convert: --{key} is {value!r}; a positive whole number is expected.")
+    return Parallel(tp or 1, pp or 1)
+
+
 def _plan(
     checkpoint: Checkpoint,
     weights: Mapping[str, StoredTensor],
@@ -102,23 +115,33 @@ def _plan(
     target: Layout,
     dtype: torch.dtype | None,
 ) -> dict[str, Outgoing]:
-    """Every tensor of the new files, by its name there."""
+    """Every tensor that is to be written, by its name in transformers' model, or as in the file if the layout stays."""
     config = checkpoint.config
     planned = dict(weights)
-    if config.tie_word_embeddings:
-        embedding = next(
-            name for name, value in model.named_parameters() if value is model.get_input_embeddings().weight
-        )
-        _settle_tied_head(checkpoint, planned, embedding, target.writing.repeats_tied_head)
     if target is not checkpoint.layout:
-        strangers = sorted(planned.keys() - model.state_dict(keep_vars=True).keys())
-        if strangers:
-            raise RecipeError(f"{checkpoint.source.label}: {strangers[0]} has no name in the {target.name} layout.")
+        planned = _model_names(checkpoint, planned, model)
+    embedding = next(name for name, value in model.named_parameters() if value is model.get_input_embeddings().weight)
+    if config.tie_word_embeddings and model._tied_weights_keys:
+        _settle_tied_head(checkpoint, planned, embedding, target.writing.repeats_tied_head)
     family = family_of(config.model_type)
-    return {
-        target.writing.rename(name): Outgoing(tensor, _new_dtype(name, tensor, family, dtype))
-        for name, tensor in planned.items()
-    }
+    return {name: Outgoing(tensor, _new_dtype(name, tensor, family, dtype)) for name, tensor in planned.items()}
+
+
+def _model_names(
+    checkpoint: Checkpoint, weights: dict[str, StoredTensor], model: PreTrainedModel
+) -> dict[str, StoredTensor]:
+    """The tensors by the model's own names; transformers writes some of them into files under older ones."""
+    known = model.state_dict(keep_vars=True).keys()
+    prefix = f"{model.base_model_prefix}."
+    named = {}
+    for name, tensor in weights.items():
+        renamed = name if name in known else prefix + name.removeprefix("backbone.")
+        if renamed not in known:
+            raise RecipeError(
+                f"{checkpoint.source.label}: {name} has no name in another layout than {checkpoint.layout.name}."
+            )
+        named[renamed] = tensor
+    return named
 
 
 def _settle_tied_head(checkpoint: Checkpoint, planned: dict[str, StoredTensor], embedding: str, repeated: bool) -> None:
@@ -141,7 +164,8 @@ def _new_dtype(name: str, tensor: StoredTensor, family: Family, dtype: torch.dty
     return tensor.dtype if kept or dtype is None else dtype
 
 
-def _express(checkpoint: Checkpoint, target: Layout, tensors: Mapping[str, Outgoing]) -> dict[str, object]:
+def _lay_out(checkpoint: Checkpoint, target: Layout, tensors: Mapping[str, Outgoing], parallel: Parallel) -> NewFiles:
+    """The new files, from the config in the target's words."""
     config = checkpoint.config
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
@@ -152,14 +176,12 @@ def _express(checkpoint: Checkpoint, target: Layout, tensors: Mapping[str, Outgo
 
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     try:
-        return target.writing.express(config)
+        return target.writing.plan(target.writing.express(config), config, tensors, parallel)
     except RecipeError as error:
         raise RecipeError([f"{checkpoint.source.label}: {mistake}" for mistake in error.mistakes]) from error
 
 
-def _write(
-    folder: Path, checkpoint: Checkpoint, target: Layout, values: dict[str, object], tensors: Mapping[str, Outgoing]
-) -> None:
+def _write(folder: Path, checkpoint: Checkpoint, target: Layout, new: NewFiles) -> None:
     """Into a hidden folder beside the target, which is renamed when all is there."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,15 +190,16 @@ def _write(
         raise RecipeError(f"convert: cannot write to {folder.parent} ({error.strerror}).") from error
     try:
         partial.chmod(0o755)
-        text = json.dumps(values, indent=2)
-        (partial / target.writing.config_file).write_text(text + "\n", encoding="utf-8")
+        for name, text in new.texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         for name in (*_TOKENIZER_FILES, *(("generation_config.json",) if target.name == "huggingface" else ())):
             file = checkpoint.source.get(name)
             if file is not None:
                 shutil.copyfile(file, partial / name)
-        with _bar(sum(tensor.nbytes for tensor in tensors.values())) as bar:
+        with _bar(sum(file.nbytes for file in new.weights)) as bar:
             task = bar.tasks[0].id
-            write_tensors(partial / target.writing.weight_file, tensors, lambda count: bar.advance(task, count))
+            for weights in new.weights:
+                weights.write(partial, lambda count: bar.advance(task, count))
         partial.rename(folder)
     except (OSError, RuntimeError) as error:
         if is_disk_full(error):

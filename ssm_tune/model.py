@@ -179,7 +179,7 @@ def _read_model(
     if rescaled:
         setattr(config, _RESCALE, False)
     with kept_in_float32(AutoModelForCausalLM._model_mapping[type(config)], family):
-        model = read_strictly(checkpoint, weights, config, options)
+        model = read_strictly(checkpoint, weights, config, options, stored=weights)
     if rescaled:
         setattr(model.config, _RESCALE, True)
     model.config.name_or_path = model.name_or_path = checkpoint.config.name_or_path

@@ -30,14 +30,19 @@ def check_weights(checkpoint: Checkpoint, weights: Mapping[str, StoredTensor]) -
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        return read_strictly(checkpoint, shapes, checkpoint.config, {"device_map": {"": "meta"}})
+        return read_strictly(checkpoint, shapes, checkpoint.config, {"device_map": {"": "meta"}}, stored=weights)
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
 
 
 def read_strictly(
-    checkpoint: Checkpoint, weights: Mapping[str, Any], config: PreTrainedConfig, options: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    weights: Mapping[str, Any],
+    config: PreTrainedConfig,
+    options: Mapping[str, Any],
+    *,
+    stored: Mapping[str, StoredTensor],
 ) -> PreTrainedModel:
     """transformers' model with these weights, all of them and no others.
 
@@ -45,6 +50,7 @@ def read_strictly(
         weights: tensors, or stored ones, by transformers' names.
         config: the checkpoint's, or a changed copy.
         options: for from_pretrained.
+        stored: where they are from, for messages.
 
     Raises:
         RecipeError: names the tensors that do not fit, or says what transformers says of the options.
@@ -68,9 +74,10 @@ def read_strictly(
         raise _error(checkpoint, _unlike_siblings(weights) or [str(error)]) from error
     mistakes = []
     if report["missing_keys"]:
-        mistakes.append(f"missing: {_list(report['missing_keys'])}")
+        mistakes.append(f"missing: {_list(map(checkpoint.name_in_file, report['missing_keys']))}")
     if report["unexpected_keys"]:
-        mistakes.append(f"not part of the model: {_list(report['unexpected_keys'])}")
+        names = (stored[name].name if name in stored else name for name in report["unexpected_keys"])
+        mistakes.append(f"not part of the model: {_list(names)}")
     mistakes += [_shape_mistake(checkpoint, *mismatch) for mismatch in sorted(report["mismatched_keys"])]
     if mistakes:
         raise _error(checkpoint, mistakes)
@@ -112,11 +119,12 @@ def _error(checkpoint: Checkpoint, mistakes: list[str]) -> RecipeError:
 def _shape_mistake(checkpoint: Checkpoint, name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
     rows = len(stored) == 2 and tuple(stored[1:]) == tuple(expected[1:]) and expected[0] == checkpoint.config.vocab_size
     hint = f" (vocab_size in the config should be {stored[0]})" if rows else ""
+    name = checkpoint.name_in_file(name)
     return f"{name} is {_shape(stored)} in the file, {_shape(expected)} by the config{hint}"
 
 
 def _list(names: Iterable[str]) -> str:
-    ordered = sorted(names)
+    ordered = sorted(set(names))
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(ordered[:_SHOWN]) + more
 

@@ -247,7 +247,7 @@ def test_a_vocabulary_that_was_not_padded(tmp_path: Path) -> None:
 def test_an_original_vocabulary_padded_to_another_multiple(tmp_path: Path, multiple: int) -> None:
     source = tiny_model("mamba2", vocab_size=304)
     write_state_spaces(tmp_path, source, vocab_size=290, pad_vocab_size_multiple=multiple)
-    with pytest.raises(RecipeError, match=r"backbone\.embeddings\.weight is 304 x 32 in the file"):
+    with pytest.raises(RecipeError, match=r"backbone\.embedding\.weight is 304 x 32 in the file"):
         load_model(tmp_path)
 
 

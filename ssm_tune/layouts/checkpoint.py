@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ssm_tune.layouts import huggingface, mistral, state_spaces
 from ssm_tune.layouts.layout import Layout
 from ssm_tune.layouts.source import Source
-from ssm_tune.layouts.tensors import StoredTensor, open_tensors
+from ssm_tune.layouts.tensors import StoredTensor
 from ssm_tune.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -44,16 +44,11 @@ class Checkpoint:
                 f"{self.source.label}: its {self.layout.name} config is there and its weights are not "
                 f"({self.source.listing()}). Fetch them too."
             )
-        weights: dict[str, StoredTensor] = {}
-        stored_as: dict[str, str] = {}
-        for name, tensor in open_tensors(files).items():
-            renamed = self.layout.rename(name)
-            if renamed in weights:
-                raise RecipeError(
-                    f"{tensor.file}: {stored_as[renamed]} and {name} are two names of one tensor. Remove one."
-                )
-            weights[renamed], stored_as[renamed] = tensor, name
-        return weights
+        return self.layout.read_weights(files, self.config)
+
+    def name_in_file(self, name: str) -> str:
+        """What its files call a tensor of transformers' model."""
+        return self.layout.name_in_file(name, self.config)
 
 
 def detect(folder: str | Path) -> Layout:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from ssm_tune.families import family_of
-from ssm_tune.layouts.layout import Layout, Writing, rename_embedding, transformers_weight_files
+from ssm_tune.layouts.layout import (
+    Layout,
+    Parallel,
+    Writing,
+    plan_one_file,
+    read_renamed,
+    rename_embedding,
+    transformers_weight_files,
+)
 from ssm_tune.layouts.source import Source
+from ssm_tune.layouts.tensors import StoredTensor
+from ssm_tune.layouts.writing import NewFiles, Outgoing
 from ssm_tune.recipe import RecipeError
 
 
@@ -54,11 +65,22 @@ def express(config: PreTrainedConfig) -> dict[str, Any]:
     return json.loads(config.to_json_string())
 
 
+def _read_weights(files: list[Path], config: PreTrainedConfig) -> dict[str, StoredTensor]:
+    return read_renamed(files, rename_embedding)
+
+
+def _plan(
+    values: dict[str, Any], config: PreTrainedConfig, tensors: Mapping[str, Outgoing], parallel: Parallel
+) -> NewFiles:
+    return plan_one_file("config.json", values, "model.safetensors", tensors)
+
+
 LAYOUT = Layout(
     "huggingface",
     recognise,
     read_config,
     transformers_weight_files,
-    rename_embedding,
-    Writing("config.json", "model.safetensors", express, lambda name: name, repeats_tied_head=False),
+    _read_weights,
+    lambda name, config: name,
+    Writing(express, _plan, repeats_tied_head=False),
 )

@@ -6,14 +6,26 @@ Mamba-2's default widths (state 128, expand 2, head 64), so this module maps ont
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ssm_tune.layouts import state_spaces
-from ssm_tune.layouts.layout import Layout, Writing, original_embedding, rename_embedding, single_file
+from ssm_tune.layouts import original_config
+from ssm_tune.layouts.layout import (
+    Layout,
+    Parallel,
+    Writing,
+    original_embedding,
+    plan_one_file,
+    read_renamed,
+    rename_embedding,
+    single_file,
+)
 from ssm_tune.layouts.source import Source
+from ssm_tune.layouts.tensors import StoredTensor
+from ssm_tune.layouts.writing import NewFiles, Outgoing
 from ssm_tune.recipe import RecipeError
 
 _PREFIX = "model."
@@ -27,7 +39,8 @@ _ARGUMENTS = {  # MambaArgs -> state-spaces' config.json
     "pad_vocab_size_multiple": "pad_vocab_size_multiple",
     "tie_embeddings": "tie_embeddings",
 }
-_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}  # as transformers converts Codestral
+# transformers' conversion of Codestral leaves Mamba2Config's own defaults, which are these.
+_TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
 
 def recognise(source: Source) -> bool:
@@ -43,11 +56,13 @@ def read_config(source: Source) -> PreTrainedConfig:
     params.pop("model_type")
     mistakes = [f"{path}: {key} is missing" for key in (*_ARGUMENTS, "n_groups") if key not in params]
     mistakes += [f"{path}: {key} is not a known key" for key in params if key not in (*_ARGUMENTS, "n_groups")]
+    if params.get("rms_norm") is False:
+        mistakes.append(f"{path}: rms_norm is False, which is not supported: transformers' Mamba-2 has RMSNorm alone.")
     if mistakes:
         raise RecipeError(mistakes)
     original = {ours: params[theirs] for theirs, ours in _ARGUMENTS.items()}
     original["ssm_cfg"] = {"layer": "Mamba2", "ngroups": params["n_groups"]}
-    return state_spaces.map_config(original, where=str(path), tokens=_TOKENS)
+    return original_config.map_config(original, where=str(path), tokens=_TOKENS)
 
 
 def weight_files(source: Source) -> list[Path]:
@@ -55,19 +70,23 @@ def weight_files(source: Source) -> list[Path]:
     return single_file(source, "consolidated.safetensors")
 
 
-def rename(name: str) -> str:
+def _rename(name: str) -> str:
     """Without the prefix `model.`, then as state-spaces; a name without it stays, to be reported as unexpected."""
     return rename_embedding(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else name
 
 
+def _read_weights(files: list[Path], config: PreTrainedConfig) -> dict[str, StoredTensor]:
+    return read_renamed(files, _rename)
+
+
 def express(config: PreTrainedConfig) -> dict[str, Any]:
     """params.json of a Mamba-2; RecipeError names the fields that it has no keys for."""
-    original = state_spaces.express(config)
-    ssm = original["ssm_cfg"]
-    mistakes = [] if ssm.get("layer") == "Mamba2" else ["model_type: Mistral's layout has Mamba-2 alone."]
-    mistakes += [
+    if config.model_type != "mamba2":
+        raise RecipeError("model_type: Mistral's layout has Mamba-2 alone.")
+    original = original_config.express(config)
+    mistakes = [
         f"{field} is {getattr(config, field)}, which Mistral's params.json cannot express: it has {default}."
-        for field, default in state_spaces.changed_fields(ssm)
+        for field, default in original_config.changed_fields(original["ssm_cfg"])
         if field != "n_groups"
     ]
     if mistakes:
@@ -76,9 +95,16 @@ def express(config: PreTrainedConfig) -> dict[str, Any]:
     return {**params, "n_groups": config.n_groups, "model_type": "mamba"}
 
 
-def rename_back(name: str) -> str:
-    """The way back from `rename`."""
+def name_in_file(name: str, config: PreTrainedConfig) -> str:
+    """A tensor's name in Mistral's file."""
     return _PREFIX + original_embedding(name)
+
+
+def _plan(
+    values: dict[str, Any], config: PreTrainedConfig, tensors: Mapping[str, Outgoing], parallel: Parallel
+) -> NewFiles:
+    renamed = {name_in_file(name, config): tensor for name, tensor in tensors.items()}
+    return plan_one_file("params.json", values, "consolidated.safetensors", renamed)
 
 
 LAYOUT = Layout(
@@ -86,7 +112,8 @@ LAYOUT = Layout(
     recognise,
     read_config,
     weight_files,
-    rename,
-    Writing("params.json", "consolidated.safetensors", express, rename_back, repeats_tied_head=True),
+    _read_weights,
+    name_in_file,
+    Writing(express, _plan, repeats_tied_head=True),
     "mistralai/Mamba-Codestral-7B-v0.1",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,16 @@ class StoredTensor:
     """One tensor of a file: known by shape and dtype, read by `load()` or by an index (`tensor[...]`, `tensor[:8]`).
 
     It answers as safetensors' slices do, which transformers reads from, so that a mapping of these can be its
-    `state_dict`.
+    `state_dict`. `name`: in the file. `whole`: its values lie in the file as they are, else it is made when it is read
+    (`assemble`).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
+    name: str
     _read: Callable[[Any], torch.Tensor]
+    whole: bool = True
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._read(index)
@@ -56,6 +59,39 @@ class StoredTensor:
     def load(self) -> torch.Tensor:
         """The values, on the CPU, in the file's dtype."""
         return self._read(...)
+
+
+Piece = tuple[StoredTensor, int, int]  # a tensor, and from where to where of it
+
+
+def assemble(pieces: Sequence[Piece], dim: int = 0) -> StoredTensor:
+    """The tensor that pieces of others make, one after the other along a dimension; nothing is read yet.
+
+    Raises:
+        RecipeError: pieces of different dtypes, or whose other dimensions differ.
+    """
+    first, start, stop = pieces[0]
+    if len(pieces) == 1 and (start, stop) == (0, first.shape[dim]):
+        return first
+    for tensor, _, _ in pieces:
+        if tensor.dtype != first.dtype or _without(tensor.shape, dim) != _without(first.shape, dim):
+            raise RecipeError(
+                f"{first.file}: tensors that belong together do not fit: one is {tuple(first.shape)} {first.dtype}, "
+                f"another {tuple(tensor.shape)} {tensor.dtype} ({tensor.file.name})."
+            )
+    size = sum(stop - start for _, start, stop in pieces)
+    shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
+    before = (slice(None),) * dim
+
+    def read(index: Any) -> torch.Tensor:
+        parts = [tensor[(*before, slice(start, stop))] for tensor, start, stop in pieces]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim))[index]
+
+    return StoredTensor(shape, first.dtype, first.file, first.name, read, whole=False)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def open_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -108,7 +144,7 @@ def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
         shape = tuple(piece.get_shape())
         # A slice of no dimensions cannot be indexed, so such a tensor is read whole.
         read = piece.__getitem__ if shape else (lambda index, name=name: file.get_tensor(name)[index])
-        tensors[name] = StoredTensor(shape, _DTYPES[piece.get_dtype()], path, read)
+        tensors[name] = StoredTensor(shape, _DTYPES[piece.get_dtype()], path, name, read)
     return tensors
 
 
@@ -131,9 +167,12 @@ def _open_pickle(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise RecipeError(f"{path} is not a table of tensors by name.")
     tensors = {name: value.detach() for name, value in content.items()}  # some files hold Parameters
-    return {
-        name: StoredTensor(tuple(value.shape), value.dtype, path, value.__getitem__) for name, value in tensors.items()
-    }
+    return {name: stored_tensor(path, name, value) for name, value in tensors.items()}
+
+
+def stored_tensor(path: Path, name: str, value: torch.Tensor) -> StoredTensor:
+    """A tensor that is mapped from a file."""
+    return StoredTensor(tuple(value.shape), value.dtype, path, name, value.__getitem__)
 
 
 def _first_line(error: Exception) -> str:

@@ -114,16 +114,24 @@ def test_ssm_cfg_reaches_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rms_norm": False}, "rms_norm"),
-        ({"d_intermediate": 128}, "d_intermediate"),
-        ({"attn_layer_idx": [1]}, "attn_layer_idx"),
+        ({"rms_norm": 3}, "rms_norm"),
+        ({"d_intermediate": "wide"}, "d_intermediate"),
+        ({"attn_layer_idx": [7]}, "attn_layer_idx"),
+        ({"attn_layer_idx": [1]}, "attn_cfg.num_heads"),
+        ({"attn_layer_idx": [1], "attn_cfg": {"num_heads": 4}}, "attn_cfg.causal"),
+        ({"attn_layer_idx": [1], "attn_cfg": {"num_heads": 4, "causal": True, "alibi": 1}}, "attn_cfg.alibi"),
+        ({"ssm_cfg": {"layer": "Mamba1"}, "rms_norm": False}, "rms_norm"),
+        ({"ssm_cfg": {"layer": "Mamba1"}, "d_intermediate": 128}, "d_intermediate"),
+        ({"ssm_cfg": {"layer": "Mamba1"}, "attn_layer_idx": [1]}, "attn_layer_idx"),
+        ({"ssm_cfg": {"layer": "Mamba3"}, "attn_layer_idx": [1]}, "attn_layer_idx"),
+        ({"ssm_cfg": {"layer": "Mamba3", "d_conv": 4}}, "ssm_cfg.d_conv"),
         ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 32}}, "ssm_cfg.d_ssm"),
         ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "ssm_cfg.D_has_hdim"),
         ({"ssm_cfg": {"layer": "Mamba2", "rmsnorm": False}}, "ssm_cfg.rmsnorm"),
         ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "ssm_cfg.norm_before_gate"),
         ({"ssm_cfg": {"layer": "Mamba2", "dt_rank": 4}}, "ssm_cfg.dt_rank"),
         ({"ssm_cfg": {"headdim": 64}}, "ssm_cfg.headdim"),
-        ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
+        ({"ssm_cfg": {"layer": "Mamba4"}}, "Mamba4"),
         ({"ssm_cfg": [1]}, "ssm_cfg"),
         ({"d_model": "wide"}, "d_model"),
         ({"pad_vocab_size_multiple": 0}, "pad_vocab_size_multiple"),
@@ -139,7 +147,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(tmp_path: Path, change: dic
 
 
 def test_every_mistake_of_a_config_is_said_at_once(tmp_path: Path) -> None:
-    write_state_spaces(tmp_path, tiny_original("mamba2"), rms_norm=False, d_intermediate=4, nonsense=1)
+    write_state_spaces(tmp_path, tiny_original("mamba"), rms_norm=False, d_intermediate=4, nonsense=1)
     with pytest.raises(RecipeError) as caught:
         open_checkpoint(str(tmp_path))
     assert len(caught.value.mistakes) == 3
