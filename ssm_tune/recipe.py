@@ -46,7 +46,7 @@ COLUMN_NAMES = (
 # own; PyTorch), or single kernels. Of ssm_tune.kernels, which imports torch; a test holds the two together.
 KERNELS = (
     *("installed", "hub", "ours", "pytorch"),
-    *("causal_conv1d", "chunked", "gathered", "mamba_ssm", "numba", "reference"),
+    *("causal_conv1d", "chunked", "gathered", "mamba_ssm", "numba", "parts", "reference", "triton"),
 )
 
 

@@ -23,6 +23,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return backends.call("rms_norm", x, weight, eps)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm(residual + x)`, for decoding; `residual` becomes the sum, in place.
+
+    Args:
+        x: (rows, dim). residual: (rows, dim), float32 or the dtype of x; the sum is rounded to its dtype.
+        weight: (dim,).
+
+    Returns:
+        (rows, dim) in the dtype of x; computed in float32. Not differentiable.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    backends.check_shapes("add_rms_norm", residual=(residual, tuple(x.shape)), weight=(weight, (x.shape[-1],)))
+    return backends.call("add_rms_norm", x, residual, weight, eps)
+
+
 def gated_rms_norm(
     y: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int | None = None, norm_before_gate: bool = False
 ) -> Tensor:

@@ -263,6 +263,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(residual + x); `residual` is updated in place."""
+    residual.copy_(residual.to(_accumulator(residual.dtype)) + x)
+    return rms_norm(residual, weight, eps).to(x.dtype)
+
+
 def gated_rms_norm(
     y: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int | None = None, norm_before_gate: bool = False
 ) -> Tensor:

@@ -18,6 +18,8 @@ _DROPPED: dict[str, dict[str, Any]] = {
     "ssd_scan": {"dt_limit": (0.3, 0.9)},
     "ssd_block": {"norm_before_gate": True, "dt_limit": (0.3, 0.9)},
 }
+# What the step forms, which are not differentiable, update in place.
+_IN_PLACE = {"state", "residual"}
 # A kernel that is wrong is wrong by far more, and one that is right in bfloat16 or TF32 by less.
 _TOLERANCE = 0.05
 
@@ -108,6 +110,9 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
         return tensors | {"weight": normal(dim, width), "bias": normal(dim)}, {}, set()
     if operation == "rms_norm":
         return {"x": normal(batch, length, dim), "weight": normal(dim)}, {"eps": 1e-5}, set()
+    if operation == "add_rms_norm":
+        tensors = {"x": normal(batch, dim), "residual": normal(batch, dim), "weight": normal(dim)}
+        return tensors, {"eps": 1e-5}, wide | {"residual"}
     if operation == "gated_rms_norm":
         tensors = {name: normal(batch, length, dim) for name in ("y", "z")}
         return tensors | {"weight": normal(dim)}, {"eps": 1e-5, "group_size": 64}, set()
@@ -122,12 +127,12 @@ def _results(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The output, and the gradients by all tensors, or the new state of a step form."""
+    """The output, and the gradients by all tensors, or what a step form updates."""
     inputs = {n: t.to(device, torch.float32 if n in wide else dtype, copy=True) for n, t in args.items()}
     kwargs = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in kwargs.items()}
-    if "state" in inputs:
+    if changed := inputs.keys() & _IN_PLACE:
         with torch.no_grad():
-            return {"output": function(**inputs, **kwargs), "state": inputs["state"]}
+            return {"output": function(**inputs, **kwargs)} | {name: inputs[name] for name in changed}
     for tensor in inputs.values():
         tensor.requires_grad_()
     output = function(**inputs, **kwargs)

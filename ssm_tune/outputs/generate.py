@@ -1,4 +1,8 @@
-"""Text from a model: transformers' generate on the recurrent path, with the mistakes caught that it lets pass."""
+"""Text from a model, on the recurrent path.
+
+Models of state-space layers only decode in our own loop (`ssm_tune.outputs.decoding`), on a GPU one CUDA graph a token;
+for others it is transformers' generate, with the mistakes caught that it lets pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ssm_tune.data.chat import prompt_ids
 from ssm_tune.data.formatting import check_text
+from ssm_tune.mixers.step import can_step
 from ssm_tune.model import padded_token_ids
+from ssm_tune.outputs.decoding.choosing import Choice
+from ssm_tune.outputs.decoding.graphs import say_once
+from ssm_tune.outputs.decoding.loop import NoNumbers, decode
 from ssm_tune.outputs.text_stream import TextStream
 from ssm_tune.recipe import RecipeError
 
@@ -101,24 +109,44 @@ def stream_text(
 ) -> str:
     """As `generate_text`, telling the text as it comes, never half a character or the start of a stop text."""
     sampling = check_settings(settings)
-    stream = TextStream(tokenizer, sampling.stop)
-    return _generate(model, tokenizer, [prompt], chat, sampling, _Teller(stream, tell))[0]
+    return _generate(model, tokenizer, [prompt], chat, sampling, tell)[0]
 
 
-class _Teller(BaseStreamer):
-    """Hears generate()'s tokens: first the prompt's, then one at a time."""
+def _generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    chat: bool | None,
+    sampling: Sampling,
+    tell: Callable[[str], None] | None = None,
+) -> list[str]:
+    batch = _encode_prompts(tokenizer, prompts, chat).to(next(model.parameters()).device)
+    config = _generation_config(model, tokenizer, sampling)
+    listener = None if tell is None else _Listener(TextStream(tokenizer, sampling.stop), config, tell)
+    say = _decode if can_step(model) else _generate_stock
+    with evaluating(model), compute_scope(model), _seeded(model, sampling.seed), torch.no_grad():
+        rows = say(model, tokenizer, batch, sampling, config, listener)
+    answers = [_until(row, config.eos_token_id or []) for row in rows]  # an end token need not be a special one
+    return [_cut_at(tokenizer.decode(answer, skip_special_tokens=True), sampling.stop) for answer in answers]
 
-    def __init__(self, stream: TextStream, tell: Callable[[str], None]) -> None:
+
+class _Listener(BaseStreamer):
+    """Tells one answer's text as its tokens come; for transformers' generate, which gives the prompt's tokens first."""
+
+    def __init__(self, stream: TextStream, config: GenerationConfig, tell: Callable[[str], None]) -> None:
         self._stream, self._tell = stream, tell
-        self.ends: frozenset[int] = frozenset()
+        self._ends = frozenset(config.eos_token_id or [])
         self._begun = self._ended = False
 
     def put(self, value: torch.Tensor) -> None:
         for token in value.flatten().tolist() if self._begun else ():
-            self._ended = self._ended or token in self.ends
-            if not self._ended:
-                self._pass_on(self._stream.push(token))
+            self.take(token)
         self._begun = True
+
+    def take(self, token: int) -> None:
+        self._ended = self._ended or token in self._ends
+        if not self._ended:
+            self._pass_on(self._stream.push(token))
 
     def end(self) -> None:
         self._pass_on(self._stream.finish())
@@ -128,25 +156,69 @@ class _Teller(BaseStreamer):
             self._tell(text)
 
 
-def _generate(
+def _decode(
     model: nn.Module,
     tokenizer: Any,
-    prompts: Sequence[str],
-    chat: bool | None,
+    batch: Any,
     sampling: Sampling,
-    teller: _Teller | None = None,
-) -> list[str]:
-    batch = _encode_prompts(tokenizer, prompts, chat).to(next(model.parameters()).device)
-    config = _generation_config(model, tokenizer, sampling)
+    config: GenerationConfig,
+    listener: _Listener | None,
+) -> list[list[int]]:
+    """Every row's tokens. A row that has ended goes on beside the others, and nobody listens to it."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    choose = Choice(
+        ids,
+        mask,
+        model.get_output_embeddings().weight.shape[0],
+        never=config.suppress_tokens or (),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+    )
+    rows: list[list[int]] = [[] for _ in range(len(ids))]
+    streams = [TextStream(tokenizer, sampling.stop) for _ in rows] if sampling.stop else []
+    ends, running = frozenset(config.eos_token_id or []), set(range(len(rows)))
+    try:
+        for tokens in decode(model, ids, mask, choose, sampling.max_new_tokens):
+            for row in sorted(running):
+                rows[row].append(tokens[row])
+                if listener is not None:
+                    listener.take(tokens[row])
+                if streams:
+                    streams[row].push(tokens[row])
+                if tokens[row] in ends or (streams and streams[row].stopped):
+                    running.discard(row)
+            if not running:
+                break
+    except NoNumbers as error:
+        raise RecipeError(f"generate: {error}.") from error
+    if listener is not None:
+        listener.end()
+    return rows
+
+
+def _generate_stock(
+    model: nn.Module,
+    tokenizer: Any,
+    batch: Any,
+    sampling: Sampling,
+    config: GenerationConfig,
+    listener: _Listener | None,
+) -> list[list[int]]:
+    """As `_decode`, by transformers' generate, with caches that may grow."""
+    if batch["input_ids"].is_cuda:
+        say_once(
+            "generate: %s is not of state-space layers only (or carries hooks), so that decoding is transformers' own: "
+            "every kernel is launched from Python, which for few rows takes several times as long as the GPU needs.",
+            type(model).__name__,
+        )
     options: dict[str, Any] = {"stop_strings": list(sampling.stop), "tokenizer": tokenizer} if sampling.stop else {}
-    if teller is not None:
-        teller.ends = frozenset(config.eos_token_id or [])
-        options["streamer"] = teller
-    with evaluating(model), compute_scope(model), _seeded(model, sampling.seed), torch.no_grad():
-        tokens = model.generate(**batch, generation_config=config, **options)
-    rows = tokens[:, batch["input_ids"].shape[1] :].tolist()
-    answers = [_until(row, config.eos_token_id or []) for row in rows]  # an end token need not be a special one
-    return [_cut_at(tokenizer.decode(answer, skip_special_tokens=True), sampling.stop) for answer in answers]
+    if listener is not None:
+        options["streamer"] = listener
+    tokens = model.generate(**batch, generation_config=config, **options)
+    return tokens[:, batch["input_ids"].shape[1] :].tolist()
 
 
 def check_settings(settings: dict[str, Any]) -> Sampling:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from comparison import draw
 
-from ssm_tune.kernels import gated_rms_norm, reference, rms_norm
+from ssm_tune.kernels import add_rms_norm, gated_rms_norm, reference, rms_norm
 
 
 def test_they_are_the_reference() -> None:
@@ -25,3 +30,41 @@ def test_what_does_not_fit_is_named() -> None:
         gated_rms_norm(y, z[..., :4], weight, 1e-5)
     with pytest.raises(ValueError, match="8 channels are not a multiple of the group size 3"):
         gated_rms_norm(y, z, weight, 1e-5, group_size=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_is_kept_and_normed(dtype: torch.dtype) -> None:
+    x, residual, weight = draw(3, 8).to(dtype), draw(3, 8).float(), draw(8).to(dtype)
+    total = residual + x
+    y = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert torch.equal(y, reference.rms_norm(total, weight, 1e-5).to(dtype)) and y.dtype == dtype
+    with pytest.raises(ValueError, match=r"residual is \(2, 8\), expected \(3, 8\)"):
+        add_rms_norm(x, residual[:2], weight, 1e-5)
+
+
+_INTERPRETED = """
+import torch
+from ssm_tune.kernels import add_norm_triton, reference
+kinds = (torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16), (torch.bfloat16,) * 3
+for (rows, dim), (of_x, of_residual, of_weight) in zip(((1, 40), (3, 2048), (2, 96)), kinds):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    x, residual = draw(rows, 2 * dim).to(of_x)[:, :dim], draw(rows, dim).to(of_residual)
+    weight = draw(dim).to(of_weight)
+    kept = residual.clone()
+    found = add_norm_triton.add_rms_norm(x, kept, weight, 1e-5)
+    expected = reference.add_rms_norm(x, residual, weight, 1e-5)
+    tolerance = {"atol": 1e-6, "rtol": 1e-6} if of_residual == torch.float32 else {"atol": 0, "rtol": 1 / 128}
+    torch.testing.assert_close(kept, residual, **tolerance)
+    torch.testing.assert_close(found, expected, atol=0.04 if of_x == torch.bfloat16 else 1e-5, rtol=1e-5)
+"""
+
+
+def test_the_triton_kernel_is_the_reference() -> None:
+    """Interpreted, in a process of its own: the interpreter is chosen when Triton is imported."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -50,12 +50,12 @@ def test_greedy_is_the_likeliest_token_of_a_full_forward(kind: str, tokenizer: A
     assert answer
 
 
-@pytest.mark.parametrize("kind", PURE)
+@pytest.mark.parametrize("kind", [*PURE, "bamba", "jamba", "zamba2", "falcon_h1"])
 def test_a_batch_is_its_single_runs(kind: str, tokenizer: Any) -> None:
     model = adapted(kind)
     prompts = ["a", "What is the answer?", "state space models remember"]
-    together = generate_texts(model, tokenizer, prompts, max_new_tokens=10)
-    assert together == [generate_text(model, tokenizer, prompt, max_new_tokens=10) for prompt in prompts]
+    together = generate_texts(model, tokenizer, prompts, max_new_tokens=6)
+    assert together == [generate_text(model, tokenizer, prompt, max_new_tokens=6) for prompt in prompts]
     assert len(set(together)) == 3
 
 
@@ -69,19 +69,20 @@ def test_it_stops_at_eos() -> None:
     assert generate_text(model, tokenizer, PROMPT, max_new_tokens=8) == tokenizer.decode(said[:end])
 
 
-def test_padded_rows_of_the_vocabulary_are_never_sampled(tokenizer: Any) -> None:
-    model = patch_model(tiny_model("codestral"))
+@pytest.mark.parametrize("kind", ["codestral", "bamba"])
+def test_padded_rows_of_the_vocabulary_are_never_sampled(kind: str, tokenizer: Any) -> None:
+    model = patch_model(tiny_model(kind, tie_word_embeddings=False))
     with torch.no_grad():
         model.lm_head.weight[len(tokenizer) :] *= 50
-    seen: list[torch.Tensor] = []
-    generate = model.generate
-    model.generate = lambda **keys: seen.append(generate(**keys)) or seen[-1]
-    for temperature in (0, 1.5):
-        generate_text(model, tokenizer, PROMPT, max_new_tokens=16, temperature=temperature, seed=0)
-    assert len(seen) == 2
-    assert all(tokens.max() < len(tokenizer) for tokens in seen)
     plain = walk(model, prompt_ids(tokenizer, PROMPT), 4, model.config.vocab_size)
     assert max(plain) >= len(tokenizer)  # without our care they would be
+    seen: list[int] = []
+    listening = tiny_tokenizer(template=None)
+    listening.decode = lambda tokens, **keys: seen.extend(tokens) or tokenizer.decode(tokens, **keys)
+    for settings in ({"temperature": 0}, {"temperature": 1.5, "seed": 0}, {"repetition_penalty": 2.0}):
+        seen.clear()
+        generate_text(model, listening, PROMPT, max_new_tokens=16, **settings)
+        assert len(seen) > 4 and max(seen) < len(tokenizer)
 
 
 def test_the_seed_decides_and_leaves_the_random_state(tokenizer: Any) -> None:
@@ -170,3 +171,22 @@ def test_all_wrong_settings_are_told_at_once(tokenizer: Any) -> None:
     with pytest.raises(RecipeError) as error:
         generate_text(tiny_model("mamba"), tokenizer, PROMPT, temperature=-1, top_p=7)
     assert len(error.value.mistakes) == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba", "bamba"])
+def test_rows_of_a_batch_stop_on_their_own(kind: str) -> None:
+    """By an end token and by a stop text, at different places, and as each does alone."""
+    tokenizer = tiny_tokenizer(template=None)
+    model = adapted(kind)
+    prompts = ["a", "What is the answer?", "state space models remember"]
+    whole = generate_texts(model, tokenizer, prompts, max_new_tokens=24)
+    places = dict(zip(prompts, whole, strict=True))
+    stop = next(char for char in whole[0][3:] if char.isascii() and char not in whole[0][:3])
+    end = next(char for char in whole[1][2:] if char.isascii() and char not in whole[1][:2] + stop)
+    model.generation_config.eos_token_id = tokenizer(end)["input_ids"][0]
+    said = generate_texts(model, tokenizer, prompts, max_new_tokens=24, stop=stop)
+    for prompt, answer in zip(prompts, said, strict=True):
+        ends = [at for mark in (stop, end) if (at := places[prompt].find(mark)) >= 0]
+        assert answer == places[prompt][: min(ends, default=None)]
+        assert answer == generate_text(model, tokenizer, prompt, max_new_tokens=24, stop=stop)
+    assert len({len(answer) for answer in said}) > 1

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ssm_tune.families import family_of
 from ssm_tune.model import padded_token_ids
+from ssm_tune.outputs.decoding.states import States, make_states
 from ssm_tune.outputs.generate import compute_scope, evaluating
 from ssm_tune.outputs.serve.jobs import FAILED, LATE, LENGTH, STOP, Job, Update
 from ssm_tune.outputs.serve.sampling import Chooser, Likelihood, choose_tokens, measure
-from ssm_tune.outputs.serve.states import States, make_states
 
 logger = logging.getLogger(__name__)
 

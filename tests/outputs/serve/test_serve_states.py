@@ -13,7 +13,7 @@ from tiny import HYBRID, PURE, tiny_model
 from tiny_models import make_model
 
 from ssm_tune.mixers import patch_model
-from ssm_tune.outputs.serve.states import BatchedStates, SingleStates, make_states
+from ssm_tune.outputs.decoding.states import BatchedStates, SingleStates, make_states
 
 LENGTHS = (5, 17, 3, 30, 1, 8)
 STEPS = 12

@@ -2,13 +2,15 @@
 
 A state-space layer's state has one size whatever was read, so the rows' states lie in tensors with one place a row: a
 row that comes is copied into a place, a step works on the first places, and where a row leaves, the last one takes its
-place. Nothing is allocated from token to token, and nothing grows with the length of an answer. Attention layers of
-hybrids keep what they have read; their rows are padded on the left to the longest, as `generate` pads a batch.
+place. Nothing is allocated from token to token, and nothing grows with the length of an answer: on a GPU a step is one
+CUDA graph. Attention layers of hybrids keep what they have read; their rows are padded on the left to the longest, as
+`generate` pads a batch, and their steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,9 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+
+from ssm_tune.mixers.step import DecodeStep, can_step
+from ssm_tune.outputs.decoding.graphs import GraphedStep, say_once
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +41,10 @@ class States(Protocol):
     def remove(self, row: int) -> None:
         """Let a row go; the last one takes its place."""
 
-    def step(self, tokens: list[int]) -> Tensor:
-        """Give every row its next token; returns logits (rows, vocabulary) in float32."""
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Give every row its next token; returns logits (rows, vocabulary) in float32, which the next step may
+        overwrite.
+        """
 
 
 def make_states(model: nn.Module, cache: Any) -> States:
@@ -47,18 +54,19 @@ def make_states(model: nn.Module, cache: Any) -> States:
     ):
         return BatchedStates(model, cache)
     logger.warning(
-        "serve: the cache of %s is of a kind whose rows cannot be joined. Requests are answered side by side but each "
-        "by calls of its own, so that more of them at once are no faster.",
+        "decoding: the cache of %s is of a kind whose rows cannot be joined. Requests are answered side by side but "
+        "each by calls of its own, so that more of them at once are no faster.",
         type(model).__name__,
     )
     return SingleStates(model)
 
 
 class BatchedStates:
-    """Rows in one cache; see the module."""
+    """Rows in one cache; see the module. `like`: a cache of such rows."""
 
     def __init__(self, model: nn.Module, like: DynamicCache) -> None:
         self._model = model
+        self._device = model.get_input_embeddings().weight.device
         self._cache = DynamicCache(config=model.config)
         self._lengths: list[int] = []
         self._pools: list[_Pool] = []
@@ -80,8 +88,22 @@ class BatchedStates:
             if isinstance(layer, _ATTENTION) and source.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
                 self._attention.append(layer)
+        self._shown = 0
+        self._run: GraphedStep | None = None
+        if can_step(model) and not self._attention:
+            step = DecodeStep(model)
+            self._run = GraphedStep(lambda ids: step(ids, self._cache), self._device)
+        elif self._device.type == "cuda":
+            reason = "has attention layers, whose caches grow" if self._attention else "is not one that can be captured"
+            say_once(
+                "decoding: %s %s, so that a step is no CUDA graph: its kernels are launched one by one from Python, "
+                "which for few rows takes several times as long as the GPU needs.",
+                type(model).__name__,
+                reason,
+            )
 
     def add(self, cache: DynamicCache, length: int) -> None:
+        """A cache may hold several rows, where there is no attention or where all have `length` tokens."""
         count = len(self._lengths)
         sources = [
             state
@@ -91,20 +113,21 @@ class BatchedStates:
             for state in states.values()
             if state is not None
         ]
-        for pool, state in zip(self._pools, sources, strict=True):
-            pool.put(count, state)
+        moved = [pool.put(count, state) for pool, state in zip(self._pools, sources, strict=True)]
+        if any(moved) and self._run is not None:
+            self._run.forget()
         kept = [layer for layer in cache.layers if isinstance(layer, _ATTENTION) and layer.is_initialized]
         longest = max([*self._lengths, length])
         for layer, source in zip(self._attention, kept, strict=True):
             row = [_pad_left(part, longest) for part in (source.keys, source.values)]
             if count:
                 row = [
-                    torch.cat([_pad_left(part, longest), more])
-                    for part, more in zip((layer.keys, layer.values), row, strict=True)
+                    torch.cat([_pad_left(part, longest), added])
+                    for part, added in zip((layer.keys, layer.values), row, strict=True)
                 ]
             layer.keys, layer.values = row
-        self._lengths.append(length)
-        self._show(count + 1)
+        self._lengths += [length] * (sources[0] if sources else kept[0].keys).shape[0]
+        self._show(len(self._lengths))
 
     def remove(self, row: int) -> None:
         last = len(self._lengths) - 1
@@ -120,20 +143,32 @@ class BatchedStates:
             layer.keys, layer.values = (part[order][..., -longest:, :] for part in (layer.keys, layer.values))
         self._show(last)
 
-    def step(self, tokens: list[int]) -> Tensor:
-        device = self._model.get_input_embeddings().weight.device
-        ids = torch.tensor(tokens, device=device)[:, None]
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        rows = len(self._lengths)
+        ids = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, device=self._device)
+        self._lengths = [length + 1 for length in self._lengths]
+        if self._run is not None:
+            together = self._graph_size(rows) if self._run.enabled else rows
+            self._show(together)
+            return self._run(nn.functional.pad(ids, (0, together - rows)))[:rows]
         arguments: dict[str, Any] = {}
         if self._attention:
-            lengths = torch.tensor(self._lengths, device=device)[:, None]
-            width = max(self._lengths)
-            places = torch.arange(width + 1, device=device)
+            lengths = torch.tensor(self._lengths, device=self._device)[:, None] - 1
+            width = max(self._lengths) - 1
+            places = torch.arange(width + 1, device=self._device)
             arguments = {"attention_mask": (places >= width - lengths).long(), "position_ids": lengths}
-        output = self._model(input_ids=ids, cache=self._cache, use_cache=True, **arguments)
-        self._lengths = [length + 1 for length in self._lengths]
+        output = self._model(input_ids=ids[:, None], cache=self._cache, use_cache=True, **arguments)
         return output.logits[:, -1].float()
 
+    def _graph_size(self, rows: int) -> int:
+        """How many places a step works on: a graph has one size, so a few sizes serve all numbers of rows."""
+        size = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+        return min(size, self._pools[0].room)
+
     def _show(self, count: int) -> None:
+        if count == self._shown:
+            return
+        self._shown = count
         for pool in self._pools:
             pool.show(count)
 
@@ -143,15 +178,25 @@ class _Pool:
 
     def __init__(self, holder: dict[int, Tensor | None], index: int, like: Tensor) -> None:
         self._holder, self._index = holder, index
-        self._rows = like.new_empty((0, *like.shape[1:]))
+        self._rows = like.new_zeros((0, *like.shape[1:]))
 
-    def put(self, place: int, state: Tensor) -> None:
-        """state: (1, ...). There is twice the room whenever there is too little, and never less again."""
-        if place >= self._rows.shape[0]:
-            more = self._rows.new_empty((max(1, 2 * self._rows.shape[0]), *self._rows.shape[1:]))
-            more[: self._rows.shape[0]].copy_(self._rows)
+    @property
+    def room(self) -> int:
+        return self._rows.shape[0]
+
+    def put(self, place: int, state: Tensor) -> bool:
+        """state: (rows, ...), to this place and the next ones. Returns whether all had to move.
+
+        There is twice the room whenever there is too little, and never less again.
+        """
+        after = place + state.shape[0]
+        moved = after > self.room
+        if moved:
+            more = self._rows.new_zeros((max(after, 2 * self.room), *self._rows.shape[1:]))
+            more[: self.room].copy_(self._rows)
             self._rows = more
-        self._rows[place].copy_(state[0])
+        self._rows[place:after].copy_(state)
+        return moved
 
     def move(self, source: int, target: int) -> None:
         if source != target:
@@ -180,7 +225,7 @@ class SingleStates:
         self._caches[row] = self._caches[-1]
         self._caches.pop()
 
-    def step(self, tokens: list[int]) -> Tensor:
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         device = self._model.get_input_embeddings().weight.device
         logits = []
         for token, cache in zip(tokens, self._caches, strict=True):

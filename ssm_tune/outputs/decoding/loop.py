@@ -1,0 +1,106 @@
+"""The loop of decoding: prompts are read in pieces, then every row says a token at a time, the same rows to the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssm_tune.outputs.decoding.choosing import NO_TOKEN
+from ssm_tune.outputs.decoding.states import BatchedStates
+
+_PIECE = 65_536  # tokens of all rows together that are read at once: bounds the memory of long prompts
+_SMALLEST = 256  # tokens of a row
+_AHEAD = 2  # steps that a GPU is given before it is asked for what the first of them said
+
+
+class NoNumbers(ArithmeticError):
+    """The model's logits are NaN or infinite."""
+
+
+@torch.no_grad()
+def read_prompts(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Any, Tensor]:
+    """The cache after prompts, and the logits (rows, vocabulary) that follow them, float32.
+
+    ids: (rows, length), padded on the left; mask: the same shape, 0 for padding.
+    """
+    rows, length = ids.shape
+    size = max(_SMALLEST, _PIECE // rows)
+    cache, padded = None, not bool(mask.all())
+    for begin in range(0, length, size):
+        piece = slice(begin, min(begin + size, length))
+        masked = {"attention_mask": mask[:, piece]} if padded else {}
+        output = model(input_ids=ids[:, piece], cache=cache, use_cache=True, logits_to_keep=1, **masked)
+        cache = output.cache
+    return cache, output.logits[:, -1].float()
+
+
+@torch.no_grad()
+def decode(
+    model: nn.Module,
+    ids: Tensor,
+    mask: Tensor,
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]],
+    max_new_tokens: int,
+) -> Iterator[list[int]]:
+    """The next token of every row, again and again; whoever has heard enough closes the iterator.
+
+    On a GPU the device is some steps ahead of what is told, so that it never waits for the host; what it said after the
+    end is dropped.
+
+    Args:
+        model: one that `can_step`. ids, mask: see `read_prompts`. choose: see `Choice`.
+
+    Raises:
+        NoNumbers: logits that are NaN or infinite.
+    """
+    cache, logits = read_prompts(model, ids, mask)
+    states = BatchedStates(model, cache)
+    states.add(cache, ids.shape[1])
+    del cache
+    outbox = _Outbox(ids.shape[0], ids.device)
+    for number in range(1, max_new_tokens + 1):
+        tokens, told = choose(logits)
+        outbox.send(told)
+        if outbox.waiting > outbox.ahead:
+            yield outbox.receive()
+        if number < max_new_tokens:
+            logits = states.step(tokens)
+    while outbox.waiting:
+        yield outbox.receive()
+
+
+class _Outbox:
+    """Tokens on their way to the host, oldest first."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.ahead = _AHEAD if self._cuda else 0
+        self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._free = [torch.empty(rows, dtype=torch.long, pin_memory=True) for _ in range(self._cuda * (_AHEAD + 1))]
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sent)
+
+    def send(self, tokens: Tensor) -> None:
+        if not self._cuda:
+            self._sent.append((tokens, None))
+            return
+        room, event = self._free.pop(), torch.cuda.Event()
+        room.copy_(tokens, non_blocking=True)
+        event.record()
+        self._sent.append((room, event))
+
+    def receive(self) -> list[int]:
+        tokens, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+            self._free.append(tokens)
+        found = tokens.tolist()
+        if NO_TOKEN in found:
+            raise NoNumbers(f"the model's logits are not numbers (NaN or infinite) in row {found.index(NO_TOKEN)}")
+        return found
