@@ -115,8 +115,9 @@ def print_start(
     device: torch.device,
     defaults: Sequence[str],
     output: Path,
+    processes: str | None = None,
 ) -> None:
-    """The table at start: model, parameters, kernel path and why, data, memory."""
+    """The table at start: model, parameters, kernel path and why, data, memory, and how it is spread."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("model", f"{model.name} ({model.model_type}, {model.dtype})")
     share = 100 * model.trainable / max(model.total, 1)
@@ -130,6 +131,8 @@ def print_start(
         "memory",
         f"weights {_bytes(model.memory)}, gradients and optimizer {_bytes(training)}, then activations; on {device}",
     )
+    if processes is not None:
+        table.add_row("processes", processes)
     table.add_row("steps", steps)
     table.add_row("output", str(output))
     for number, line in enumerate(defaults):

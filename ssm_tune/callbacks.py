@@ -15,11 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ssm_tune.gradient_check import dead_parameters
+from ssm_tune.peers import current
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from ssm_tune.trainer import SSMTrainer
+
+
+_ECHO = 10.0  # seconds in which a signal that comes again is the same one
 
 
 class GradientCheck(TrainerCallback):
@@ -47,7 +51,8 @@ class GradientCheck(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """Ctrl-C and SIGTERM end training after the step under way, with a checkpoint; a second one ends it at once.
 
-    Before the first step and after the last there is no such step: then KeyboardInterrupt is raised on the spot.
+    Before the first step and after the last there is no such step: then KeyboardInterrupt is raised on the spot. Of
+    several processes all end after the same step: the one in which the first of them heard of it.
     """
 
     def __init__(self) -> None:
@@ -55,6 +60,7 @@ class StopOnSignal(TrainerCallback):
         self.training = False
         self.steps = 0  # that ended in this process
         self._previous: dict[int, Any] = {}
+        self._noted = 0.0  # clock
 
     def __enter__(self) -> StopOnSignal:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other
@@ -68,8 +74,10 @@ class StopOnSignal(TrainerCallback):
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = self.received is not None
-        self.received = number
+        # A scheduler, or a terminal, tells the launcher and its processes, and the launcher tells them once more.
+        echo = current() is not None and time.monotonic() - self._noted < _ECHO
+        again = self.received is not None and not echo
+        self.received, self._noted = number, time.monotonic()
         if again or not self.training:
             raise KeyboardInterrupt
 
@@ -89,6 +97,9 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.steps += 1
+        peers = current()
+        if peers is not None:
+            self.received = peers.agree(self.received or 0) or None
         if self.received is not None:
             control.should_save = True
             control.should_training_stop = True
@@ -186,7 +197,9 @@ class ProgressBar(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "eval_loss" in logs:
-            self._say(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
+            perplexity = logs.get("eval_perplexity")
+            told = f", perplexity {perplexity:,.2f}" if perplexity is not None else ""
+            self._say(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}{told}")
         if "loss" in logs:
             figures = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
             if self.bar:

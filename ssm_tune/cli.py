@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,19 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code or 0
     except RecipeError as error:
-        _say(str(error))
-        return 2
+        return _end(str(error), 2)
     except Stopped as stopped:
-        if stopped.exit_code == 3 or _rank() == 0:
-            _say(f"{stopped}\nContinue with: {_resuming(arguments)}")
-        return stopped.exit_code
+        return _end(f"{stopped}\nContinue with: {_resuming(arguments)}", stopped.exit_code, silent=stopped.told)
     except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
+        return _end("interrupted", 130)
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        if _peers() is None:
+            raise
+        return _end("".join(traceback.format_exception(error)), 1)
 
 
 def _resuming(arguments: argparse.Namespace) -> str:
@@ -71,12 +72,30 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def _end(message: str, code: int, *, silent: bool = False) -> int:
+    """Tell why the command ended, once: among processes that work together, one of them speaks for all."""
+    others = _peers()
+    if _rank() > 0 and not silent:  # it mostly meets the mistake that rank 0 tells; it speaks if that has not ended it
+        time.sleep(10 if others is None else 2)
+    if others is None:
+        _say(message)
+        return code
+    if not silent and others.claim(message):
+        _say(message)
+    # Not by way of Python's end, where a device may wait for a message that never comes.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _peers() -> Any:
+    """The other processes of this run, if there are any; without torch there are none."""
+    module = sys.modules.get("ssm_tune.peers")
+    return None if module is None else module.current()
+
+
 def _say(message: str) -> None:
-    """To stderr. Ranks above 0 mostly meet the mistake that rank 0 tells; they speak if that has not ended them."""
-    if _rank() > 0:
-        time.sleep(10)
-        message = f"rank {_rank()}: {message}"
-    print(message, file=sys.stderr, flush=True)
+    print(f"rank {_rank()}: {message}" if _rank() > 0 else message, file=sys.stderr, flush=True)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -253,7 +272,11 @@ def run_training(arguments: argparse.Namespace) -> int | None:
     from ssm_tune.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if arguments.accelerate is not None or (arguments.processes or 1) != 1:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun, or accelerate launch, started this process
+        from ssm_tune.launch import adopt
+
+        adopt(arguments.accelerate, arguments.processes)
+    elif arguments.accelerate is not None or (arguments.processes or 1) != 1:
         from ssm_tune.launch import launch
 
         os.environ[_COMMAND] = shlex.join(["ssm-tune", *arguments.given])

@@ -4,15 +4,22 @@ run."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from ssm_tune import artefacts
 from ssm_tune.adapter import is_adapted, save_adapter
 from ssm_tune.data import DataReport, PreparedData
+from ssm_tune.outputs.finished_run import open_finished_run
 from ssm_tune.outputs.model_card import write_card
-from ssm_tune.outputs.run import Run
+from ssm_tune.outputs.run import Run, load_finished_model
+from ssm_tune.peers import current
 from ssm_tune.recipe import Recipe
 from ssm_tune.run_folder import COMPLETE, RunFolder
+from ssm_tune.sharding import gather_state
 from ssm_tune.tokenizer import generation_tokenizer
 from ssm_tune.trainer import SSMTrainer
 
@@ -23,18 +30,39 @@ def close_run(trainer: SSMTrainer, folder: RunFolder, recipe: Recipe, task: str,
     trainer.accelerator.wait_for_everyone()
     _stop_at(trainer, data.end_markers)
     model = _save_model(trainer, folder)
+    config = model.config
     metrics = summarise(trainer.state.log_history)
     tokenizer = generation_tokenizer(trainer.processing_class, data.chat_template)
-    run = Run(model=model, tokenizer=tokenizer, metrics=metrics, output_dir=folder.path)
+    if trainer.sharding is None:
+        run = Run(model=model, tokenizer=tokenizer, metrics=metrics, output_dir=folder.path)
+    else:
+        run = ShardedRun(tokenizer, metrics, folder.path, trainer.args.device)
     if trainer.accelerator.is_main_process:
         with folder.staging("tokenizer") as scratch:
             tokenizer.save_pretrained(scratch)
         artefacts.draw_metrics(folder)
-        _write_card(folder, recipe, task, run, data.report)
+        _write_card(folder, recipe, task, config.model_type, metrics, data.report)
         folder.write_state(COMPLETE, metrics=metrics, finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
         _follow_up(run, recipe)
-    trainer.accelerator.wait_for_everyone()
+    peers = current()
+    if peers is not None:
+        peers.wait()  # however long the evaluations take: the gradients' group would give up after training.ddp_timeout
     return run
+
+
+class ShardedRun(Run):
+    """The Run of sharded training. Its model is read from the folder, whole, on the rank that asks for it first."""
+
+    def __init__(self, tokenizer: Any, metrics: dict[str, Any], output_dir: Path, device: torch.device) -> None:
+        self.tokenizer, self.metrics, self.output_dir, self.device = tokenizer, metrics, output_dir, device
+        self._model: nn.Module | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        if self._model is None:
+            finished = open_finished_run(self.output_dir, only_runs=True)
+            self._model = load_finished_model(finished, device=self.device)
+        return self._model
 
 
 def _evaluate_last(trainer: SSMTrainer) -> None:
@@ -59,11 +87,8 @@ def _stop_at(trainer: SSMTrainer, markers: list[str]) -> None:
 
 def _save_model(trainer: SSMTrainer, folder: RunFolder) -> Any:
     """Write the adapter or the whole model, whole or not at all; returns the model without the trainer's wrappings."""
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    if plugin is not None:
-        plugin.set_state_dict_type("FULL_STATE_DICT")  # with shards, Trainer's final save writes nothing
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    state_dict = trainer.accelerator.get_state_dict(trainer.model) if plugin is not None else None
+    state_dict = None if trainer.sharding is None else gather_state(model, trained_only=is_adapted(model))
     base = model.get_base_model() if is_adapted(model) else model
     vars(base).pop("forward", None)  # TRL's fused head; plain forward again
     base.config.use_cache = True  # off while training
@@ -97,11 +122,13 @@ def summarise(history: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def _write_card(folder: RunFolder, recipe: Recipe, task: str, run: Run, report: DataReport) -> None:
+def _write_card(
+    folder: RunFolder, recipe: Recipe, task: str, model_type: str, metrics: dict[str, Any], report: DataReport
+) -> None:
     environment = folder.read_json("environment.json")
     write_card(
         folder.path,
-        model_type=run.model.config.model_type,
+        model_type=model_type,
         base_model=recipe.model.name,
         task=task,
         command=environment["command"],

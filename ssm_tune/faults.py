@@ -10,31 +10,50 @@ import torch
 
 from ssm_tune.callbacks import StopOnSignal
 from ssm_tune.kernels import KernelError
+from ssm_tune.peers import Peers
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import COMPLETE, STOPPED, RunFolder, Stopped, is_disk_full
 
 
 @contextmanager
-def told(folder: RunFolder, signals: StopOnSignal, *, resumed: bool, is_main: bool) -> Iterator[None]:
+def told(
+    folder: RunFolder, signals: StopOnSignal, *, resumed: bool, is_main: bool, peers: Peers | None = None
+) -> Iterator[None]:
     """Before the first step of a new run an error leaves nothing; after it, a folder that can be resumed.
+
+    Args:
+        peers: the other processes; that one of them died is an error of this one, whatever it was doing.
 
     Raises:
         RecipeError, Stopped: in the place of what means one of them; everything else as it is.
     """
+
+    def settle(reason: str) -> None:
+        if not is_main:
+            return
+        if not resumed and signals.steps == 0:
+            folder.discard()
+            return
+        state = folder.read_state()
+        if state is not None and state["status"] != COMPLETE:  # else what failed came after training
+            folder.write_state(STOPPED, reason=reason)
+
+    if peers is not None:
+        peers.watch(settle)
     try:
         yield
     except BaseException as error:
         meant = _translate(error, folder, signals)
-        if is_main:
-            state = folder.read_state()
-            begun = resumed or signals.steps > 0
-            if not begun:
-                folder.discard()
-            elif state is not None and state["status"] != COMPLETE:  # else what failed came after training
-                folder.write_state(STOPPED, reason=str(meant))
+        if peers is not None:
+            meant = peers.explain(meant)
+            # Signals come to all, and each ends when it is ready; after any other error the others have to end too.
+            peers.depart() if isinstance(meant, Stopped) and meant.exit_code > 128 else peers.leave()
+        settle(str(meant))
         if meant is error:
             raise
         raise meant from error
+    if peers is not None:
+        peers.leave()
 
 
 def _translate(error: BaseException, folder: RunFolder, signals: StopOnSignal) -> BaseException:

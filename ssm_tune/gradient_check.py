@@ -7,10 +7,15 @@ and training "works" (peft issues 1612 and 2274). A parameter that does not move
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ssm_tune.sharding import local
 
 # An adapter pair (A, B): while one of the two is all zero - as B is at birth - the other's gradient is zero by the
 # chain rule.
@@ -27,12 +32,17 @@ class DeadParameter:
         return f"{self.name}: {self.reason}"
 
 
-def _is_zero(tensor: torch.Tensor) -> bool:
-    """Whether all elements are zero; of a sharded tensor, on all ranks (a norm is reduced over them)."""
-    norm = torch.linalg.vector_norm(tensor.detach().float())
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()
-    return not bool(norm)
+def _find_nonzero(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, bool]:
+    """Which tensors have an element that is not zero, on any rank if they are sharded; None has none."""
+    found = torch.tensor(
+        [tensor is not None and bool(local(tensor.detach()).count_nonzero()) for tensor in tensors.values()],
+        dtype=torch.int32,
+    )
+    meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
+    if meshes:
+        found = found.to(meshes[0].device_type)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return dict(zip(tensors, map(bool, found.tolist()), strict=True))
 
 
 def _partner(name: str) -> str | None:
@@ -52,14 +62,16 @@ def dead_parameters(model: nn.Module) -> list[DeadParameter]:
     another expert of the same layer has a gradient, since this one received no token.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    alive = {name: parameter.grad is not None and not _is_zero(parameter.grad) for name, parameter in trainable.items()}
+    alive = _find_nonzero({name: parameter.grad for name, parameter in trainable.items()})
+    partners = [name for name in trainable if _partner(name) in trainable]
+    nonzero = _find_nonzero({name: trainable[name] for name in partners})
     busy = {match.groups() for name in trainable if alive[name] and (match := _EXPERT.match(name))}
     dead = []
     for name, parameter in trainable.items():
         if alive[name]:
             continue
         partner = _partner(name)
-        if partner in trainable and alive[partner] and _is_zero(trainable[partner]):
+        if partner in trainable and alive[partner] and not nonzero[partner]:
             continue
         expert = _EXPERT.match(name)
         if expert and expert.groups() in busy:

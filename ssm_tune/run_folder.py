@@ -30,11 +30,12 @@ _MANIFEST = "checkpoint.json"
 
 class Stopped(Exception):
     """Training ended before its end, and can be resumed. `exit_code`: 3 (NaN, disk full), 130 (Ctrl-C), 143
-    (SIGTERM)."""
+    (SIGTERM). `told`: another process of the run, or the launcher, says why."""
 
-    def __init__(self, message: str, exit_code: int = 3) -> None:
+    def __init__(self, message: str, exit_code: int = 3, *, told: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.told = told
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -120,6 +121,14 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise RecipeError(f"training.output_dir: cannot write in {self.path} ({error.strerror}).") from error
+
+    def check_shared(self) -> None:
+        """Raises RecipeError if the folder that rank 0 made is not seen here."""
+        if not self.path.is_dir():
+            raise RecipeError(
+                f"training.output_dir: {self.path.resolve()} is not there on {socket.gethostname()}, though rank 0 "
+                "made it. Name a folder on a file system that all machines share."
+            )
 
     def discard(self) -> None:
         """Take away what `create` made: for a run that ended before its first step."""

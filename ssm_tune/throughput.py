@@ -49,9 +49,14 @@ class Throughput:
         """Start the clock: at the first step, after what has only to do with starting up."""
         self._last = (self.session_tokens(), step, time.perf_counter())
 
-    def count(self, inputs: dict[str, Any]) -> None:
-        """Add a batch's real tokens: attention_mask of ones, or seq_idx of at least 0."""
+    def count(self, inputs: dict[str, Any], rows: torch.Tensor | None = None) -> None:
+        """Add a batch's real tokens: attention_mask of ones, or seq_idx of at least 0.
+
+        rows: (batch, n), the numbers of the source rows; a row of the batch without any only fills it up.
+        """
         real = inputs["seq_idx"] >= 0 if "seq_idx" in inputs else inputs["attention_mask"]
+        if rows is not None:
+            real = real * (rows >= 0).any(dim=1, keepdim=True)
         self._tokens = self._tokens + real.sum()
 
     def session_tokens(self) -> int:

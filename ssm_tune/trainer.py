@@ -23,15 +23,20 @@ import torch
 from transformers import PrinterCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from ssm_tune import adapter
+from ssm_tune.distributed_trainer import DistributedTrainer
+from ssm_tune.model import load_model
 from ssm_tune.optimizer import decayed_parameter_names
+from ssm_tune.peers import current
 from ssm_tune.run_folder import RunFolder, Stopped, is_disk_full
+from ssm_tune.sharded_checkpoints import is_sharded_checkpoint
+from ssm_tune.sharding import Sharding
 from ssm_tune.throughput import Throughput
+from ssm_tune.training_arguments import WINDOW, rows_per_step
 
 logger = logging.getLogger(__name__)
-_WINDOW = "window.json"  # what the trainer has summed up since its last log, beside the checkpoint's own files
 
 
 class LossSums:
@@ -56,7 +61,7 @@ class LossSums:
         return {"loss": nll / tokens, "entropy": entropy / tokens, "mean_token_accuracy": hits / tokens}
 
 
-class SSMTrainer(SFTTrainer):
+class SSMTrainer(DistributedTrainer):
     """Trains a patched model on prepared rows and writes into a run folder.
 
     Args:
@@ -65,6 +70,8 @@ class SSMTrainer(SFTTrainer):
         folder: where artefacts go.
         collator: makes batches of input_ids, labels, borders and `rows` (batch, n), the numbers of the source rows.
         row_name: names a source row for messages.
+        sharding: how to shard the model over the processes; None: each holds it whole.
+        checkpoint: what a resumed run goes on from.
 
     Raises:
         Stopped: the loss or the gradient norm is not finite, or the disk is full while a checkpoint is written.
@@ -82,6 +89,8 @@ class SSMTrainer(SFTTrainer):
         collator: Any,
         row_name: Callable[[int], str] = str,
         callbacks: list[Any] | None = None,
+        sharding: Sharding | None = None,
+        checkpoint: Path | None = None,
     ) -> None:
         args.dataset_kwargs = {"skip_prepare_dataset": True}
         args.remove_unused_columns = False
@@ -102,6 +111,7 @@ class SSMTrainer(SFTTrainer):
             eval_dataset=eval_dataset,
             data_collator=collator,
             callbacks=callbacks,
+            sharding=sharding,
         )
         for parameter in self.model.parameters():
             # SFTTrainer casts the adapters of a quantised model to bfloat16; what is trained here has fp32 masters.
@@ -112,6 +122,17 @@ class SSMTrainer(SFTTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback):
                 callback.logging_dir = str(folder.path / "tensorboard")
+        if sharding is not None:
+            if checkpoint is not None and not is_sharded_checkpoint(checkpoint):
+                self._read_whole(checkpoint)
+            self.shard()
+
+    def _read_whole(self, checkpoint: Path) -> None:
+        """Read a checkpoint of unsharded training, while the model is whole."""
+        if adapter.is_adapted(self.model):
+            adapter.restore_adapter(self.model, checkpoint)
+        else:
+            self.model.load_state_dict(load_model(str(checkpoint), trainable="full").state_dict())
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written at the end; checkpoints need none."""
@@ -133,7 +154,7 @@ class SSMTrainer(SFTTrainer):
         training = self.model.training
         if training:
             self.check_finite()
-            self.throughput.count(inputs)
+            self.throughput.count(inputs, rows)
         if return_outputs or self.label_smoother is not None or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs["use_cache"] = False
@@ -197,7 +218,7 @@ class SSMTrainer(SFTTrainer):
         if "loss" in logs:
             means = self.sums["train"].drain(self.accelerator.gather)
             logs.update(means)
-            logs.update(self.throughput.drain(self.state.global_step))
+            logs.update(self._rates())
         for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
             prefix = key.removesuffix("loss")
             for name, value in self.sums["eval"].drain(self.accelerator.gather).items():
@@ -205,6 +226,16 @@ class SSMTrainer(SFTTrainer):
         self._metrics["train"].clear()
         self._metrics["eval"].clear()
         super().log(logs, start_time)
+
+    def _rates(self) -> dict[str, float]:
+        """Tokens and tokens per second of all processes together; the rest as on this one."""
+        rates, peers = self.throughput.drain(self.state.global_step), current()
+        if peers is not None:
+            shared = [name for name in ("num_tokens", "tokens_per_second", "mfu") if name in rates]
+            rates.update(zip(shared, peers.add([rates[name] for name in shared]), strict=True))
+            if "mfu" in rates:
+                rates["mfu"] /= peers.count
+        return rates
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -225,12 +256,13 @@ class SSMTrainer(SFTTrainer):
                 self._staging.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
+            window = self._window()
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 if self.state.best_model_checkpoint == str(staged):
                     self.state.best_model_checkpoint = str(target)
                     self.state.save_to_json(str(staged / "trainer_state.json"))
-                (staged / _WINDOW).write_text(json.dumps(self._window()), encoding="utf-8")
+                (staged / WINDOW).write_text(json.dumps(window), encoding="utf-8")
                 self.folder.commit_checkpoint(staged)
                 rotate_checkpoints(
                     output_dir=str(self.folder.checkpoints),
@@ -254,32 +286,41 @@ class SSMTrainer(SFTTrainer):
             self._staging = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not adapter.is_adapted(self.model):
+        if self.sharding is not None or not adapter.is_adapted(self.model):
             super()._save(output_dir, state_dict)
         elif self.args.should_save:  # with the SSM parameters beside it, and nothing asked of the Hub
             adapter.save_adapter(self.model, Path(output_dir or self.args.output_dir), state_dict=state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if adapter.is_adapted(self.model) and not self.is_fsdp_enabled:
+        unsharded = self.sharding is None and not is_sharded_checkpoint(Path(resume_from_checkpoint))
+        if unsharded and adapter.is_adapted(self.model):
             adapter.restore_adapter(self.model, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _window(self) -> dict[str, Any]:
-        """What is summed up since the last log: an unbroken run would have it in its next log."""
-        totals = self.sums["train"].totals
+        """What is summed up since the last log, over all processes: an unbroken run would have it in its next log."""
+        totals, peers = self.sums["train"].totals, current()
+        sums = None if totals is None else totals.tolist()
+        loss, tokens = self._tr_loss.item(), self.throughput.total_tokens()
+        if peers is not None:
+            loss, tokens, *sums = peers.add([loss / peers.count, tokens, *(sums or [0.0] * 4)])
         return {
-            "tr_loss": self._tr_loss.item(),
+            "tr_loss": loss,
             "last_logged": self._globalstep_last_logged,
-            "sums": None if totals is None else totals.tolist(),
-            "tokens": self.throughput.total_tokens(),
+            "sums": sums,
+            "tokens": int(tokens),
+            "rows_per_step": rows_per_step(self.args),
+            "processes": self.accelerator.num_processes,
         }
 
     def restore_window(self, checkpoint: str | Path) -> None:
         """Take up the sums of an interrupted log window (called when training begins)."""
-        window = json.loads((Path(checkpoint) / _WINDOW).read_text(encoding="utf-8"))
+        window = json.loads((Path(checkpoint) / WINDOW).read_text(encoding="utf-8"))
         self._tr_loss += window["tr_loss"]
         self._globalstep_last_logged = window["last_logged"]
+        if not self.accelerator.is_main_process:
+            return  # the sums are all processes'; one of them goes on with them
         if window["sums"] is not None:
             self.sums["train"].totals = torch.tensor(window["sums"], dtype=torch.float64, device=self.args.device)
         self.throughput.restore(window["tokens"])

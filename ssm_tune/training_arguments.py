@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -11,9 +12,12 @@ import torch
 from trl import SFTConfig
 
 from ssm_tune.recipe import Recipe, RecipeError
+from ssm_tune.sharding import Sharding
 
 logger = logging.getLogger(__name__)
 
+# In a checkpoint: what the trainer had summed up since its last log, and how many rows a step took.
+WINDOW = "window.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,15 +34,29 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rows_per_step(arguments: SFTConfig) -> int:
+    """Rows (packed ones where rows are packed) that an optimizer step takes, on all processes together."""
+    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size()
+
+
 def build_arguments(
-    recipe: Recipe, task: str, folder: Path, *, has_eval: bool, resuming: bool
+    recipe: Recipe,
+    task: str,
+    folder: Path,
+    *,
+    has_eval: bool,
+    checkpoint: Path | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[SFTConfig, list[str]]:
     """SFTConfig for this run, and one sentence for each of its defaults that is not SFTConfig's.
+
+    Args:
+        checkpoint: what a resumed run goes on from. On another number of processes its steps keep their rows.
 
     Raises:
         RecipeError: SFTConfig refuses the values (its message is kept), or they cannot be honoured here.
     """
-    given = recipe.training
+    given, resuming = recipe.training, checkpoint is not None
     where = f"{recipe.source or 'training settings'}: training"
     chosen: dict[str, Any] = {}
     said: list[str] = []
@@ -60,7 +78,8 @@ def build_arguments(
         if old in given:  # the name of older versions, and of most recipes
             given.setdefault(new, given.pop(old))
     default("bf16", compute_dtype(recipe) == torch.bfloat16, "follows model.dtype")
-    default("activation_checkpointing", False, "also called gradient_checkpointing; set it to save memory for time")
+    if sharding is None or not sharding.checkpointing:
+        default("activation_checkpointing", False, "also called gradient_checkpointing; set it to save memory for time")
     default("report_to", ["tensorboard"], "written to the run folder")
     if has_eval:
         if "eval_steps" in given:
@@ -83,12 +102,39 @@ def build_arguments(
         chosen["gradient_accumulation_steps"] = accumulation
         said.append(f"gradient_accumulation_steps: {accumulation} (from data.batch_tokens)")
 
+    if checkpoint is not None:
+        kept = _kept_batch(checkpoint, {**given, **chosen}, where)
+        chosen |= kept
+        said += [
+            f"{key}: {value} (as many rows a step as before, on another number of processes)"
+            for key, value in kept.items()
+        ]
+    if sharding is not None and sharding.checkpointing:
+        default("activation_checkpointing", True, "the accelerate config asks for it")
+
     # Packing is done by the data section (False here keeps TRL from doing it again); tqdm's bar is replaced by ours.
     values = {**given, **chosen, "output_dir": str(folder / "checkpoints"), "packing": False, "disable_tqdm": True}
     try:
         return SFTConfig(**values), said
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(f"{where}: {error}") from error
+
+
+def _kept_batch(checkpoint: Path, values: dict[str, Any], where: str) -> dict[str, int]:
+    """What gives a step of a resumed run the rows that it had, where the number of processes has changed."""
+    window = json.loads((checkpoint / WINDOW).read_text(encoding="utf-8"))
+    rows, before = window.get("rows_per_step"), window.get("processes")
+    if rows is None or before == world_size():
+        return {}
+    batch, key = values.get("per_device_train_batch_size", 8), "per_device_train_batch_size"
+    fitting = [size for size in range(batch, 0, -1) if rows % (size * world_size()) == 0]
+    if not fitting:
+        raise RecipeError(
+            f"{where}: {checkpoint.name} was trained with {rows} rows a step on {before} processes; {world_size()} "
+            "processes cannot have equal parts of that. Use a number that divides it."
+        )
+    kept = {"gradient_accumulation_steps": rows // (fitting[0] * world_size())}
+    return kept if fitting[0] == batch else {key: fitting[0], **kept}
 
 
 def _accumulation(recipe: Recipe, where: str) -> int | None:

@@ -29,11 +29,12 @@ from ssm_tune.model import init_model, load_model, meta_model, model_report, rea
 from ssm_tune.outputs.run import Run
 from ssm_tune.recipe import Recipe, RecipeError
 from ssm_tune.run_folder import RUNNING, RunFolder, Stopped
+from ssm_tune.peers import join
 from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
 from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
-from ssm_tune.training_arguments import build_arguments, compute_dtype, world_size
+from ssm_tune.training_arguments import build_arguments, compute_dtype, rows_per_step, world_size
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -57,6 +58,7 @@ class Job:
     @property
     def is_main(self) -> bool:
         """Whether this process writes and speaks: rank 0 of those that a launcher started."""
+    sharding: Sharding | None = field(default_factory=Sharding.from_environment)
         return int(os.environ.get("RANK", "0")) == 0
 
     @property
@@ -136,12 +138,16 @@ def tune(
 def _train(job: Job) -> Run:
     with StopOnSignal() as signals:
         folder = RunFolder.create(job.output_dir, resume=job.resume) if job.is_main else RunFolder(job.output_dir)
-        with job.bar, told(folder, signals, resumed=job.resume, is_main=job.is_main):
+        with job.bar, told(folder, signals, resumed=job.resume, is_main=job.is_main, peers=peers):
+            if peers is not None:
+                peers.wait()
+                folder.check_shared()
             checkpoint = folder.last_checkpoint() if job.resume else None
+    peers = join(job.recipe.training, alone=job.sharding is not None)
             if job.is_main:
                 _write_recipe(job, folder)
             _choose_kernels(job.recipe)
-            tokenizer, data, arguments, defaults = _prepare(job)
+            tokenizer, data, arguments, defaults = _prepare(job, checkpoint)
             model = _build_model(job, folder, tokenizer)
             trainer = _build_trainer(job, folder, model, tokenizer, data, arguments, checkpoint, signals)
             checked = _check_itself(job.recipe, trainer, packing=_is_packed(job))
@@ -163,18 +169,22 @@ def _is_packed(job: Job) -> bool:
 
 
 def _check_itself(recipe: Recipe, trainer: SSMTrainer, *, packing: bool) -> list[str]:
-    """The self-check's findings, for the table at start; sharded models are not on one device to be checked."""
-    if not recipe.kernels.self_check or trainer.is_fsdp_enabled:
+    """The self-check's findings, for the table at start."""
+    if not recipe.kernels.self_check:
         return []
     found = check_model(trainer.model, trainer.accelerator.autocast, isolate=packing and recipe.data.isolate)
     return ["self-check: " + ", ".join(f"{name} {difference:.0e}" for name, difference in found.items())]
 
 
-def _prepare(job: Job) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
+def _prepare(
+    job: Job, checkpoint: Path | None
+) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
     """All that can be checked before weights are read: arguments, tokenizer, the adapter's targets, data."""
     recipe = job.recipe
     has_eval = job.eval_rows is not None or bool(recipe.data.eval) or recipe.data.eval_fraction is not None
-    arguments, defaults = build_arguments(recipe, job.task, job.output_dir, has_eval=has_eval, resuming=job.resume)
+    arguments, defaults = build_arguments(
+        recipe, job.task, job.output_dir, has_eval=has_eval, checkpoint=checkpoint, sharding=job.sharding
+    )
     if job.model is not None:
         config = job.model.config
     elif recipe.model.name is not None:
@@ -335,16 +345,17 @@ def _announce(job: Job, folder: RunFolder, trainer: SSMTrainer, data: PreparedDa
     kernels = kernel_report(arguments.device, family_of(trainer.model.config.model_type).operations)
     artefacts.write_kernels(folder, kernels)
     folder.write_json(
+        sharding=job.sharding,
+        checkpoint=checkpoint,
         "environment.json", artefacts.describe_environment(arguments.device, world_size(), job.recipe.overrides)
     )
-    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size()
     length = arguments.max_steps if arguments.max_steps > 0 else f"{arguments.num_train_epochs:g} epochs"
     artefacts.print_start(
         job.bar.console,
         model=model_report(trainer.model),
         kernels=kernels,
         data=data.report,
-        steps=f"{length} of {batch} rows, seed {arguments.seed}",
+        steps=f"{length} of {rows_per_step(arguments)} rows, seed {arguments.seed}",
         device=arguments.device,
         defaults=defaults,
         output=folder.path,
@@ -361,3 +372,4 @@ def _fit(trainer: SSMTrainer, folder: RunFolder, checkpoint: Path | None, signal
             f"is in {folder.checkpoints}. The same command with --resume goes on.",
             signals.exit_code,
         )
+        processes=describe_processes(job.sharding, world_size()),

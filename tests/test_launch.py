@@ -16,6 +16,7 @@ import yaml
 
 from ssm_tune import cli, launch
 from ssm_tune.recipe import RecipeError
+from ssm_tune.sharding import Sharding
 from ssm_tune.shipped import shipped, shipped_names
 
 
@@ -31,6 +32,9 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(launch, "_run", take)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setenv("SSM_TUNE_SHARDED", "false")
+    for name in ("NODE_RANK", "MASTER_ADDR", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
     return made
 
 
@@ -41,7 +45,7 @@ def test_configs_by_name_and_by_file(tmp_path: Path) -> None:
     assert launch.find_config(str(own)) == own
     with pytest.raises(RecipeError, match=r"--accelerate dpd: is neither a file nor a config. Did you mean ddp\?"):
         launch.find_config("dpd")
-    with pytest.raises(RecipeError, match="Shipped configs: ddp, fsdp2, single_gpu"):
+    with pytest.raises(RecipeError, match="Shipped configs: ddp, fsdp2, fsdp2_cpu, hsdp_2node, single_gpu"):
         launch.find_config("zzzzz")
 
 
@@ -79,15 +83,38 @@ def test_where_this_machine_stands_among_several(
     config = tmp_path / "two.yaml"
     config.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 4}))
     monkeypatch.setenv("NODE_RANK", "1")
+    with pytest.raises(RecipeError, match="2 machines: MASTER_ADDR is not set"):
+        launch.launch("sft", ["demo"], accelerate=str(config))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     launch.launch("sft", ["demo"], accelerate=str(config))
     assert handed[0][2:8] == ["--num_processes", "4", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    with pytest.raises(RecipeError, match="3 processes are not equally many on 2 machines"):
+        launch.launch("sft", ["demo"], accelerate=str(config), processes=3)
 
 
 def test_sharding_without_a_gpu_is_refused(handed: list[list[str]]) -> None:
-    with pytest.raises(RecipeError, match=r"needs GPUs.*Use --accelerate ddp"):
+    with pytest.raises(RecipeError, match=r"there is none to use here. Use --accelerate ddp, or fsdp2_cpu"):
         launch.launch("sft", ["demo"], accelerate="fsdp2")
     assert handed == []
+    launch.launch("sft", ["demo"], accelerate="fsdp2_cpu")
+    assert handed[0][3] == "2"
+
+
+def test_a_config_in_processes_that_torchrun_started(handed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RecipeError, match="--processes: 2, but 4 were started"):
+        launch.adopt("ddp", 2)
+    launch.adopt("hsdp_2node", None)
+    wanted = Sharding.from_environment()
+    assert (wanted.replicas, wanted.reshard, wanted.offload) == (2, True, False)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "false"  # accelerate would shard too
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(RecipeError, match="FSDP1 is not supported"):
+        Sharding.from_environment()
 
 
 @pytest.mark.parametrize(

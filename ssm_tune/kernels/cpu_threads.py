@@ -60,7 +60,8 @@ def float_array(tensor: Tensor | None, shape: tuple[int, ...]) -> np.ndarray:
     """The tensor as a float32 array, rows side by side; zeros of this shape where there is none."""
     if tensor is None:
         return np.zeros(shape, np.float32)
-    return tensor.detach().to(torch.float32).contiguous().numpy()
+    # Not by `numpy()`, after which a storage cannot be resized: FSDP2 frees a layer's whole weights so.
+    return np.from_dlpack(tensor.detach().to(torch.float32).contiguous())
 
 
 def empty(*shape: int) -> np.ndarray:
