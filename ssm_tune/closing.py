@@ -134,7 +134,7 @@ def _write_card(
         command=environment["command"],
         recipe=recipe.text or recipe.to_yaml(),
         data={"rows": report.rows, "tokens": report.tokens, "loss tokens": report.loss_tokens, "notes": report.notes},
-        metrics=run.metrics,
+        metrics=metrics,
         versions={"ssm-tune": environment["ssm_tune"], "python": environment["python"], **environment["packages"]},
     )
 

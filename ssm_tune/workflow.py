@@ -27,11 +27,12 @@ from ssm_tune.kernels import kernel_report, set_kernel_order
 from ssm_tune.mixers import patch_model
 from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
 from ssm_tune.outputs.run import Run
+from ssm_tune.peers import join
 from ssm_tune.recipe import Recipe, RecipeError
 from ssm_tune.run_folder import RUNNING, RunFolder, Stopped
-from ssm_tune.peers import join
 from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
+from ssm_tune.sharding import Sharding, describe_processes
 from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
 from ssm_tune.training_arguments import build_arguments, compute_dtype, rows_per_step, world_size
@@ -54,11 +55,11 @@ class Job:
     rows: Any = None
     eval_rows: Any = None
     bar: ProgressBar = field(default_factory=ProgressBar)
+    sharding: Sharding | None = field(default_factory=Sharding.from_environment)
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes and speaks: rank 0 of those that a launcher started."""
-    sharding: Sharding | None = field(default_factory=Sharding.from_environment)
         return int(os.environ.get("RANK", "0")) == 0
 
     @property
@@ -136,6 +137,7 @@ def tune(
 
 
 def _train(job: Job) -> Run:
+    peers = join(job.recipe.training, alone=job.sharding is not None)
     with StopOnSignal() as signals:
         folder = RunFolder.create(job.output_dir, resume=job.resume) if job.is_main else RunFolder(job.output_dir)
         with job.bar, told(folder, signals, resumed=job.resume, is_main=job.is_main, peers=peers):
@@ -143,7 +145,6 @@ def _train(job: Job) -> Run:
                 peers.wait()
                 folder.check_shared()
             checkpoint = folder.last_checkpoint() if job.resume else None
-    peers = join(job.recipe.training, alone=job.sharding is not None)
             if job.is_main:
                 _write_recipe(job, folder)
             _choose_kernels(job.recipe)
@@ -311,6 +312,8 @@ def _build_trainer(
         collator=Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None),
         row_name=data.row_name,
         callbacks=[start, GradientCheck(), signals, Recorder(folder), job.bar],
+        sharding=job.sharding,
+        checkpoint=checkpoint,
     )
     start.trainer = trainer
     return trainer
@@ -345,8 +348,6 @@ def _announce(job: Job, folder: RunFolder, trainer: SSMTrainer, data: PreparedDa
     kernels = kernel_report(arguments.device, family_of(trainer.model.config.model_type).operations)
     artefacts.write_kernels(folder, kernels)
     folder.write_json(
-        sharding=job.sharding,
-        checkpoint=checkpoint,
         "environment.json", artefacts.describe_environment(arguments.device, world_size(), job.recipe.overrides)
     )
     length = arguments.max_steps if arguments.max_steps > 0 else f"{arguments.num_train_epochs:g} epochs"
@@ -357,6 +358,7 @@ def _announce(job: Job, folder: RunFolder, trainer: SSMTrainer, data: PreparedDa
         data=data.report,
         steps=f"{length} of {rows_per_step(arguments)} rows, seed {arguments.seed}",
         device=arguments.device,
+        processes=describe_processes(job.sharding, world_size()),
         defaults=defaults,
         output=folder.path,
     )
@@ -372,4 +374,3 @@ def _fit(trainer: SSMTrainer, folder: RunFolder, checkpoint: Path | None, signal
             f"is in {folder.checkpoints}. The same command with --resume goes on.",
             signals.exit_code,
         )
-        processes=describe_processes(job.sharding, world_size()),
