@@ -20,6 +20,8 @@ from ssm_tune.mixers.projections import project
 
 # The values that a mixer computes from its weights at every call.
 _COMPUTED = "_recurrence"
+# What of PEFT's layers decides what they compute, beside their weights.
+_OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 
 def can_step(model: nn.Module) -> bool:
@@ -36,6 +38,18 @@ def can_step(model: nn.Module) -> bool:
     passed_by = [inner[0], backbone, backbone.norm_f, *backbone.layers, *(block.norm for block in backbone.layers)]
     devices = {parameter.device for parameter in inner[0].parameters()}
     return len(devices) == 1 and not any(_is_changed(module) for module in passed_by)
+
+
+def same_step(model: nn.Module) -> tuple[Any, ...]:
+    """Equal as long as a captured step stays right: weights at the same places, adapters on or off as they were."""
+    tensors = [*model.parameters(), *model.buffers()]
+    adapters = [
+        tuple(str(vars(module).get(name)) for name in _OF_ADAPTERS)
+        for module in model.modules()
+        if _OF_ADAPTERS[0] in vars(module)
+    ]
+    casting = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    return (id(model), tuple((t.data_ptr(), t.dtype) for t in tensors), tuple(adapters), tuple(casting))
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -71,12 +71,14 @@ def answer_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 8, **settings: Any
 ) -> Iterator[str]:
     """The answers to prompts, in their order, a batch at a time. With a seed each batch has one of its own."""
+    from ssm_tune.outputs.decoding.loop import Decoder
     from ssm_tune.outputs.generate import generate_texts
 
-    seed = settings.pop("seed", None)
+    seed, decoder = settings.pop("seed", None), Decoder()
     for first in range(0, len(prompts), batch_size):
         changed = {} if seed is None else {"seed": seed + first}
-        yield from generate_texts(model, tokenizer, prompts[first : first + batch_size], **settings, **changed)
+        batch = prompts[first : first + batch_size]
+        yield from generate_texts(model, tokenizer, batch, decoder=decoder, **settings, **changed)
 
 
 def read_prompts(file: str | Path) -> list[str]:

@@ -22,7 +22,7 @@ from ssm_tune.mixers.step import can_step
 from ssm_tune.model import padded_token_ids
 from ssm_tune.outputs.decoding.choosing import Choice
 from ssm_tune.outputs.decoding.graphs import say_once
-from ssm_tune.outputs.decoding.loop import NoNumbers, decode
+from ssm_tune.outputs.decoding.loop import Decoder, NoNumbers
 from ssm_tune.outputs.text_stream import TextStream
 from ssm_tune.recipe import RecipeError
 
@@ -76,26 +76,41 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-def generate_text(model: nn.Module, tokenizer: Any, prompt: str, *, chat: bool | None = None, **settings: Any) -> str:
+def generate_text(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    chat: bool | None = None,
+    decoder: Decoder | None = None,
+    **settings: Any,
+) -> str:
     """The model's continuation of one prompt, without the prompt, special tokens and whatever follows a stop text.
 
     Args:
         model: a patched causal language model, with or without an adapter; it may be in training mode, and stays so.
         chat: put the prompt into the tokenizer's chat template, as a user's turn; None: if the tokenizer has one. The
             tokenizer saved with a run has the template that its rows were written with.
+        decoder: what it is decoded with, if it is to be kept for the next call.
         settings: see `Sampling`.
 
     Raises:
         RecipeError: an empty prompt, an unknown or impossible setting, chat without a template.
     """
-    return generate_texts(model, tokenizer, [prompt], chat=chat, **settings)[0]
+    return generate_texts(model, tokenizer, [prompt], chat=chat, decoder=decoder, **settings)[0]
 
 
 def generate_texts(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[str], *, chat: bool | None = None, **settings: Any
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    chat: bool | None = None,
+    decoder: Decoder | None = None,
+    **settings: Any,
 ) -> list[str]:
     """As `generate_text` for several prompts at once: padded on the left, each row stops on its own."""
-    return _generate(model, tokenizer, prompts, chat, check_settings(settings))
+    return _generate(model, tokenizer, prompts, chat, check_settings(settings), decoder=decoder)
 
 
 def stream_text(
@@ -119,13 +134,16 @@ def _generate(
     chat: bool | None,
     sampling: Sampling,
     tell: Callable[[str], None] | None = None,
+    decoder: Decoder | None = None,
 ) -> list[str]:
     batch = _encode_prompts(tokenizer, prompts, chat).to(next(model.parameters()).device)
     config = _generation_config(model, tokenizer, sampling)
     listener = None if tell is None else _Listener(TextStream(tokenizer, sampling.stop), config, tell)
-    say = _decode if can_step(model) else _generate_stock
     with evaluating(model), compute_scope(model), _seeded(model, sampling.seed), torch.no_grad():
-        rows = say(model, tokenizer, batch, sampling, config, listener)
+        if can_step(model):
+            rows = _decode(model, tokenizer, batch, sampling, config, listener, decoder or Decoder())
+        else:
+            rows = _generate_stock(model, tokenizer, batch, sampling, config, listener)
     answers = [_until(row, config.eos_token_id or []) for row in rows]  # an end token need not be a special one
     return [_cut_at(tokenizer.decode(answer, skip_special_tokens=True), sampling.stop) for answer in answers]
 
@@ -163,6 +181,7 @@ def _decode(
     sampling: Sampling,
     config: GenerationConfig,
     listener: _Listener | None,
+    decoder: Decoder,
 ) -> list[list[int]]:
     """Every row's tokens. A row that has ended goes on beside the others, and nobody listens to it."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -181,7 +200,7 @@ def _decode(
     streams = [TextStream(tokenizer, sampling.stop) for _ in rows] if sampling.stop else []
     ends, running = frozenset(config.eos_token_id or []), set(range(len(rows)))
     try:
-        for tokens in decode(model, ids, mask, choose, sampling.max_new_tokens):
+        for tokens in decoder.decode(model, ids, mask, choose, sampling.max_new_tokens):
             for row in sorted(running):
                 rows[row].append(tokens[row])
                 if listener is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ssm_tune.adapter import load_adapter
+from ssm_tune.outputs.decoding.loop import Decoder
 from ssm_tune.outputs.evaluate import evaluate_model
 from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, open_finished_run, read_metrics
 from ssm_tune.outputs.generate import generate_text
@@ -31,6 +32,7 @@ class Run:
     tokenizer: Any
     metrics: dict[str, Any]
     output_dir: Path
+    _decoder: Decoder = field(default_factory=Decoder, init=False, repr=False, compare=False)
 
     @classmethod
     def load(cls, folder: str | Path, **model_keys: Any) -> Run:
@@ -61,7 +63,7 @@ class Run:
         Raises:
             RecipeError: an empty prompt or an impossible setting.
         """
-        return generate_text(self.model, self.tokenizer, prompt, **settings)
+        return generate_text(self.model, self.tokenizer, prompt, decoder=self._decoder, **settings)
 
     def evaluate(self, tasks: str | Sequence[str], limit: int | float | None = None, **settings: Any) -> dict[str, Any]:
         """Run lm-eval tasks, write eval.json (lm-eval's schema), and return the same; see `evaluate_model`."""

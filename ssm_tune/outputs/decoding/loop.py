@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssm_tune.mixers.step import same_step
 from ssm_tune.outputs.decoding.choosing import NO_TOKEN
 from ssm_tune.outputs.decoding.states import BatchedStates
 
@@ -38,39 +40,79 @@ def read_prompts(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Any, Tens
     return cache, output.logits[:, -1].float()
 
 
-@torch.no_grad()
-def decode(
-    model: nn.Module,
-    ids: Tensor,
-    mask: Tensor,
-    choose: Callable[[Tensor], tuple[Tensor, Tensor]],
-    max_new_tokens: int,
-) -> Iterator[list[int]]:
-    """The next token of every row, again and again; whoever has heard enough closes the iterator.
+class Decoder:
+    """Says what a model says; what it decoded with is kept for the next time: the states' places, on a GPU the graph.
 
-    On a GPU the device is some steps ahead of what is told, so that it never waits for the host; what it said after the
-    end is dropped.
+    Made anew when the model is another one, its weights lie elsewhere, or its adapters were switched. A second thread
+    that comes while it is at work gets places of its own.
 
-    Args:
-        model: one that `can_step`. ids, mask: see `read_prompts`. choose: see `Choice`.
-
-    Raises:
-        NoNumbers: logits that are NaN or infinite.
+    `state_dtype`: see `BatchedStates`.
     """
-    cache, logits = read_prompts(model, ids, mask)
-    states = BatchedStates(model, cache)
-    states.add(cache, ids.shape[1])
-    del cache
-    outbox = _Outbox(ids.shape[0], ids.device)
-    for number in range(1, max_new_tokens + 1):
-        tokens, told = choose(logits)
-        outbox.send(told)
-        if outbox.waiting > outbox.ahead:
+
+    def __init__(self, state_dtype: torch.dtype | None = None) -> None:
+        self._state_dtype = state_dtype
+        self._states: BatchedStates | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
+
+    def decode(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        mask: Tensor,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]],
+        max_new_tokens: int,
+    ) -> Iterator[list[int]]:
+        """The next token of every row, again and again; whoever has heard enough closes the iterator.
+
+        On a GPU the device is some steps ahead of what is told, so that it never waits for the host; what it said after
+        the end is dropped.
+
+        Args:
+            model: one that `can_step`, in evaluation mode. ids, mask: see `read_prompts`. choose: see `Choice`.
+
+        Raises:
+            NoNumbers: logits that are NaN or infinite.
+        """
+        if not self._lock.acquire(blocking=False):
+            yield from Decoder(self._state_dtype).decode(model, ids, mask, choose, max_new_tokens)
+            return
+        try:
+            yield from self._decode(model, ids, mask, choose, max_new_tokens)
+        finally:
+            self._lock.release()
+
+    @torch.no_grad()
+    def _decode(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        mask: Tensor,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]],
+        max_new_tokens: int,
+    ) -> Iterator[list[int]]:
+        cache, logits = read_prompts(model, ids, mask)
+        outbox = _Outbox(ids.shape[0], ids.device)
+        states = self._take_in(model, cache, ids.shape[1]) if max_new_tokens > 1 else None
+        del cache
+        for number in range(1, max_new_tokens + 1):
+            tokens, told = choose(logits)
+            outbox.send(told)
+            if outbox.waiting > outbox.ahead:
+                yield outbox.receive()
+            if number < max_new_tokens:
+                logits = states.step(tokens)
+        while outbox.waiting:
             yield outbox.receive()
-        if number < max_new_tokens:
-            logits = states.step(tokens)
-    while outbox.waiting:
-        yield outbox.receive()
+
+    def _take_in(self, model: nn.Module, cache: Any, length: int) -> BatchedStates:
+        made_for = same_step(model)
+        if self._states is None or self._made_for != made_for:
+            self._states, self._made_for = BatchedStates(model, cache, self._state_dtype), made_for
+        else:
+            self._states.clear()
+        self._states.add(cache, length)
+        return self._states
 
 
 class _Outbox:

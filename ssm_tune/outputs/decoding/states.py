@@ -62,9 +62,16 @@ def make_states(model: nn.Module, cache: Any) -> States:
 
 
 class BatchedStates:
-    """Rows in one cache; see the module. `like`: a cache of such rows."""
+    """Rows in one cache; see the module.
 
-    def __init__(self, model: nn.Module, like: DynamicCache) -> None:
+    Args:
+        like: a cache of such rows.
+        state_dtype: of the recurrent states; None: as in `like`, float32. In 16 bits a step reads and writes half as
+            much, which counts for many rows, and every token rounds the state: what a token adds to a long memory may
+            then be lost.
+    """
+
+    def __init__(self, model: nn.Module, like: DynamicCache, state_dtype: torch.dtype | None = None) -> None:
         self._model = model
         self._device = model.get_input_embeddings().weight.device
         self._cache = DynamicCache(config=model.config)
@@ -83,7 +90,8 @@ class BatchedStates:
                     setattr(layer, ready, dict(getattr(source, ready)))
                     for index, state in getattr(source, states).items():
                         if state is not None:
-                            self._pools.append(_Pool(getattr(layer, states), index, state))
+                            dtype = state_dtype if states == "recurrent_states" else None
+                            self._pools.append(_Pool(getattr(layer, states), index, state, dtype))
             # A hybrid's layer may keep keys only in some layers (zamba's shared attention).
             if isinstance(layer, _ATTENTION) and source.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
@@ -91,8 +99,8 @@ class BatchedStates:
         self._shown = 0
         self._run: GraphedStep | None = None
         if can_step(model) and not self._attention:
-            step = DecodeStep(model)
-            self._run = GraphedStep(lambda ids: step(ids, self._cache), self._device)
+            self._step = DecodeStep(model)
+            self._run = GraphedStep(lambda ids: self._step(ids, self._cache), self._device)
         elif self._device.type == "cuda":
             reason = "has attention layers, whose caches grow" if self._attention else "is not one that can be captured"
             say_once(
@@ -128,6 +136,11 @@ class BatchedStates:
             layer.keys, layer.values = row
         self._lengths += [length] * (sources[0] if sources else kept[0].keys).shape[0]
         self._show(len(self._lengths))
+
+    def clear(self) -> None:
+        """Let all rows go; weights may have changed in place. For models without attention."""
+        self._lengths = []
+        self._step.refresh()
 
     def remove(self, row: int) -> None:
         last = len(self._lengths) - 1
@@ -176,9 +189,11 @@ class BatchedStates:
 class _Pool:
     """One state of all rows: (places, ...). `holder[index]` is the view of the first places that the model works on."""
 
-    def __init__(self, holder: dict[int, Tensor | None], index: int, like: Tensor) -> None:
+    def __init__(
+        self, holder: dict[int, Tensor | None], index: int, like: Tensor, dtype: torch.dtype | None = None
+    ) -> None:
         self._holder, self._index = holder, index
-        self._rows = like.new_zeros((0, *like.shape[1:]))
+        self._rows = like.new_zeros((0, *like.shape[1:]), dtype=dtype)
 
     @property
     def room(self) -> int:

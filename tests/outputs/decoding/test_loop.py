@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from finished import stir
 from tiny import PURE, tiny_model
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
+from ssm_tune.adapter import apply_adapter
 from ssm_tune.mixers import patch_model
 from ssm_tune.outputs.decoding import graphs, loop
 from ssm_tune.outputs.decoding.choosing import Choice
-from ssm_tune.outputs.decoding.loop import NoNumbers, decode, read_prompts
+from ssm_tune.outputs.decoding.loop import Decoder, NoNumbers, read_prompts
+from ssm_tune.recipe import AdapterSection
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def decode(*arguments: Any) -> Any:
+    return Decoder().decode(*arguments)
 
 
 def greedy(ids: torch.Tensor, **rules: Any) -> Choice:
@@ -82,6 +89,50 @@ def test_what_a_step_works_on_neither_moves_nor_grows(device: str) -> None:
     finally:
         loop.BatchedStates.step = step
     assert len(seen) == 11 and all(places == seen[0] for places in seen)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_what_is_kept_is_right_for_the_next_call(kind: str, device: str) -> None:
+    """Other prompts, fewer and more rows, weights changed in place and replaced, adapters off and on."""
+    model = apply_adapter(patch_model(tiny_model(kind)), AdapterSection(r=4, train_also=["A_log", "dt_bias"]))
+    stir(model)
+    model.eval().to(device)
+    decoder = Decoder()
+
+    def check(rows: int) -> list[list[int]]:
+        ids = torch.randint(6, 260, (rows, 5 + rows), generator=torch.Generator().manual_seed(rows)).to(device)
+        kept = list(decoder.decode(model, ids, torch.ones_like(ids), greedy(ids), 10))
+        assert kept == list(decode(model, ids, torch.ones_like(ids), greedy(ids), 10))
+        return kept
+
+    first = check(3)
+    states = decoder._states
+    assert check(3) == first and check(1) and check(2)
+    assert decoder._states is states
+    assert check(5)
+    with model.disable_adapter():
+        assert check(3) != first
+    assert check(3) == first
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
+                parameter += 1.0
+    changed = check(3)
+    assert changed != first
+    model.get_base_model().lm_head.weight.data = -model.get_base_model().lm_head.weight.data
+    assert check(3) != changed
+
+
+def test_a_second_thread_gets_places_of_its_own() -> None:
+    model = patch_model(tiny_model("mamba"))
+    ids = torch.randint(6, 260, (1, 6))
+    decoder = Decoder()
+    expected = list(decode(model, ids, torch.ones_like(ids), greedy(ids), 8))
+    one = decoder.decode(model, ids, torch.ones_like(ids), greedy(ids), 8)
+    begun = [next(one), next(one)]
+    assert list(decoder.decode(model, ids, torch.ones_like(ids), greedy(ids), 8)) == expected
+    assert begun + list(one) == expected
 
 
 def test_nothing_is_computed_after_the_listener_has_gone() -> None:

@@ -70,6 +70,18 @@ def test_steps_in_16_bit_stay_near_the_forward(kind: str, device: str) -> None:
     assert difference(decoded(model, ids, 5), whole(model, ids, 5)) < 0.03
 
 
+@pytest.mark.parametrize("kind", PURE)
+def test_states_in_16_bit_are_rounded_states(kind: str) -> None:
+    model = patch_model(tiny_model(kind))
+    ids = torch.randint(6, 260, (2, 16))
+    cache, _ = read_prompts(model, ids[:, :5], torch.ones_like(ids[:, :5]))
+    states = BatchedStates(model, cache, torch.bfloat16)
+    states.add(cache, 5)
+    logits = torch.stack([states.step(ids[:, place]) for place in range(5, 16)], dim=1)
+    assert {pool._rows.dtype for pool in states._pools} == {torch.float32, torch.bfloat16}
+    assert 1e-4 < difference(logits, whole(model, ids, 6)) < 0.05
+
+
 def test_what_was_computed_from_weights_is_refreshed() -> None:
     model = patch_model(tiny_model("mamba2"))
     ids = torch.randint(6, 260, (2, 10))
