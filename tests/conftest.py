@@ -43,23 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     if torch.cuda.is_available():
-        _spare_tuning()
+        from spared_tuning import spare_tuning
+
+        spare_tuning()
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def _spare_tuning() -> None:
-    """Let Triton take the first two configurations of a kernel instead of timing dozens: minutes for each shape.
-
-    Which is chosen changes no result beyond rounding.
-    """
-    try:
-        from triton.runtime.autotuner import Autotuner
-    except ImportError:
-        return
-    prune = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:2]
 
 
 @pytest.fixture(autouse=True)

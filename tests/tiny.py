@@ -142,6 +142,16 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Widths that every kernel takes, stock's calls of them included: in_proj's output is a multiple of eight.
+EIGHT_HEADS: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "zamba2": {"n_mamba_heads": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+}
+
 PURE = ("mamba", "falcon_mamba", "mamba2", "codestral")
 HYBRID = tuple(kind for kind in _CONFIGS if kind not in PURE)
 KINDS = PURE + HYBRID

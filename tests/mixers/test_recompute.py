@@ -20,7 +20,7 @@ from operations import stand_ins
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraModel
 from rows import LAYOUTS, Layout, make_documents, run, worst_gradient
-from tiny import tiny_config, tiny_model
+from tiny import EIGHT_HEADS, tiny_config, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,21 +28,17 @@ from ssm_tune.families import family_of
 from ssm_tune.kernels import backends, recompute
 from ssm_tune.mixers import patch_model
 
-# Widths that the kernels take: eight heads, so that every projection is a multiple of eight.
-EIGHT_HEADS: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8, "head_dim": 8},
+WIDTHS: dict[str, dict[str, Any]] = {
+    **EIGHT_HEADS,
     "codestral": {},
-    "zamba2": {"n_mamba_heads": 8},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "falcon_h1": {**EIGHT_HEADS["falcon_h1"], "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "nemotron_h": {**EIGHT_HEADS["nemotron_h"], "n_groups": 2},
 }
-KINDS = ["mamba", "falcon_mamba", "jamba", "zamba", *EIGHT_HEADS]
+KINDS = ["mamba", "falcon_mamba", "jamba", "zamba", *WIDTHS]
 
 
 def make_model(kind: str) -> Any:
-    return patch_model(tiny_model(kind, **EIGHT_HEADS.get(kind, {}))).train()
+    return patch_model(tiny_model(kind, **WIDTHS.get(kind, {}))).train()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,219 @@
+"""Is what is trained what is evaluated? Every family, on the kernels really used; prints one table in Markdown.
+
+    python benchmarks/equivalence.py                                  # on a GPU, about 4 minutes
+    python benchmarks/equivalence.py --device cpu --families mamba bamba
+
+The truth is the stock model in evaluation mode, in float32 on the CPU, with each document alone. Against it, ours in
+training mode: the logits and gradients of a packed row, rows padded on the left and on the right; and ours in
+evaluation mode. Largest difference over largest value; of gradients, over the norm of a parameter's own. In bfloat16
+(SSM parameters in float32, as ssm-tune loads them) each is printed over stock's own: what stock in bfloat16 makes of
+each document alone in evaluation mode. The models are tiny and random, with real heads, and carry state: steps
+in [1e-3, 0.1], biases, rows of several chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+CHECKS = ("train - eval", "packed", "gradients", "left pads", "right pads")
+LENGTHS = (150, 1, 64, 200, 1, 97)  # tokens of the documents
+_WIDE = {"hidden_size": 128, "num_hidden_layers": 2}
+_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_chunk_size": 64, "hidden_size": 128}
+# The family's tiny model of the tests, with heads and states that real ones have.
+DIMENSIONS: dict[str, dict[str, Any]] = {
+    "mamba": {**_WIDE, "state_size": 16},
+    "falcon_mamba": {**_WIDE, "state_size": 16},
+    "mamba2": {**_WIDE, "num_heads": 8, "head_dim": 32, "state_size": 64, "chunk_size": 64},
+    "codestral": {**_WIDE, "num_heads": 8, "head_dim": 32, "state_size": 64, "chunk_size": 64},
+    "jamba": {"hidden_size": 128, "mamba_d_state": 16},
+    "zamba": {"hidden_size": 128, "mamba_d_state": 16, "attention_hidden_size": 256, "attention_head_dim": 64},
+    "zamba2": {"hidden_size": 128, "n_mamba_heads": 8, "mamba_d_state": 64, "chunk_size": 64},
+    "bamba": _HEADS,
+    "falcon_h1": {**_HEADS, "mamba_d_ssm": 256},
+    "nemotron_h": {
+        **{"hidden_size": 128, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 64, "chunk_size": 64},
+        "head_dim": 32,
+    },
+    "granitemoehybrid": _HEADS,
+    "lfm2": {"hidden_size": 128},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--families", nargs="+", default=list(DIMENSIONS), choices=list(DIMENSIONS), metavar="FAMILY")
+    parser.add_argument("--jobs", type=int, help="families at a time (default: as many as there are cores)")
+    parser.add_argument("--timeout", type=float, default=220, help="seconds for one family (default 220)")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # measure here, print JSON
+    arguments = parser.parse_args()
+    if arguments.one:
+        print("RESULT " + json.dumps(measure(arguments.families[0], arguments.device)))
+        return 0
+    return run_all(arguments)
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """A process for each family, several at a time."""
+    environment = {"TRITON_F32_DEFAULT": "ieee", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(os.environ)
+    found: dict[str, Any] = {}
+    begin = time.monotonic()
+
+    def run_one(family: str) -> None:
+        command = [sys.executable, __file__, "--one", "--families", family, "--device", arguments.device]
+        started = time.monotonic()
+        try:
+            settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+            output = subprocess.run(command, timeout=arguments.timeout, check=False, **settings).stdout
+        except subprocess.TimeoutExpired as late:
+            output = (late.stdout or b"").decode(errors="replace")
+        results = [line for line in output.splitlines() if line.startswith("RESULT ")]
+        if results:
+            found[family] = json.loads(results[-1].removeprefix("RESULT "))
+        state = "done" if results else "FAILED"
+        print(f"{family}: {state}, {time.monotonic() - started:.0f} s", flush=True)
+        if not results:
+            print(output[-3000:], flush=True)
+
+    jobs = arguments.jobs or min(len(arguments.families), os.cpu_count() or 1)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run_one, arguments.families))
+    done = {family: found[family] for family in arguments.families if family in found}
+    print_table(done, arguments.device)
+    wrong = [family for family, result in done.items() if not right(result)]
+    failed = [family for family in arguments.families if family not in done]
+    seconds = time.monotonic() - begin
+    print(f"\n{seconds:.0f} s. Not right: {', '.join(wrong) or 'none'}. Failed: {', '.join(failed) or 'none'}.")
+    return 1 if wrong or failed else 0
+
+
+def right(result: dict[str, Any]) -> bool:
+    """1e-5 in float32; in bfloat16 twice stock's own noise."""
+    return max(result["float32"].values()) <= 1e-5 and max(result["bfloat16"].values()) <= 2
+
+
+def print_table(found: dict[str, Any], device: str) -> None:
+    print(f"\nfloat32, relative difference ({device}: {next(iter(found.values()))['where'] if found else ''})\n")
+    print(f"| family | {' | '.join(CHECKS)} |\n|---|{'---|' * len(CHECKS)}")
+    for family, result in found.items():
+        print(f"| {family} | " + " | ".join(f"{result['float32'][check]:.0e}" for check in CHECKS) + " |")
+    print("\nbfloat16, difference over stock's own, and stock's own\n")
+    print(f"| family | {' | '.join(CHECKS)} | stock: logits | gradients |\n|---|{'---|' * (len(CHECKS) + 2)}")
+    for family, result in found.items():
+        ratios = " | ".join(f"{result['bfloat16'][check]:.2f}" for check in CHECKS)
+        print(f"| {family} | {ratios} | {result['noise']['logits']:.1e} | {result['noise']['gradients']:.1e} |")
+
+
+def measure(family: str, device: str) -> dict[str, Any]:
+    """The differences of one family, by dtype and check."""
+    sys.path.insert(0, str(TESTS))
+    import torch
+    from spared_tuning import spare_tuning
+    from tiny import tiny_model
+
+    from ssm_tune.kernels import kernel_report, set_kernel_order
+
+    if device != "cpu":
+        spare_tuning()
+        set_kernel_order(None, required=True)  # no fallback in silence
+    torch.set_num_threads(1)
+    wanted = Truth(tiny_model(family, **DIMENSIONS[family]))
+    stock = tiny_model(family, **DIMENSIONS[family]).to(device=device, dtype=torch.bfloat16)
+    noise = wanted.compare_alone(stock, device)
+    found: dict[str, Any] = {"noise": noise}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = ours(tiny_model(family, **DIMENSIONS[family]), dtype).to(device)
+        differences = wanted.compare(model, device)
+        if dtype == torch.bfloat16:
+            differences = {
+                check: value / noise["gradients" if check == "gradients" else "logits"]
+                for check, value in differences.items()
+            }
+        found[str(dtype).removeprefix("torch.")] = differences
+    report = {choice.operation: choice.backend for choice in kernel_report(device)} if device == "cpu" else {}
+    found["where"] = torch.cuda.get_device_name() if device != "cpu" else f"kernels {report.get('ssd_scan')}"
+    return found
+
+
+def ours(model: Any, dtype: Any) -> Any:
+    from ssm_tune.families import family_of
+    from ssm_tune.mixers import patch_model
+
+    family = family_of(model.config.model_type)
+    for name, parameter in model.named_parameters():
+        if not family.is_ssm_parameter(name):
+            parameter.data = parameter.data.to(dtype)
+    return patch_model(model)
+
+
+class Truth:
+    """What each document gives alone, in stock, in float32; and how far a model is from it."""
+
+    def __init__(self, stock: Any):
+        import rows
+
+        self.rows = rows
+        self.documents = rows.make_documents(LENGTHS)
+        self.tokens = sum(LENGTHS) - len(LENGTHS)
+        self.logits, self.gradients = self.alone(stock, "cpu")
+
+    def alone(self, model: Any, device: str) -> tuple[list[Any], dict[str, Any]]:
+        model.zero_grad()
+        logits = []
+        for layout in self.rows.alone(self.documents):
+            output = self.rows.run(model, layout.to(device), self.tokens)
+            logits.append(output.logits[0].detach().float().cpu())
+            if layout.labels.numel() > 1:
+                output.loss.backward()
+        return logits, gradients_of(model)
+
+    def compare_alone(self, model: Any, device: str) -> dict[str, float]:
+        """Stock's own noise: of logits and of gradients."""
+        logits, gradients = self.alone(model, device)
+        return {
+            "logits": self.rows.worst(logits, self.logits),
+            "gradients": self.rows.worst_gradient(gradients, self.gradients)[0],
+        }
+
+    def compare(self, model: Any, device: str) -> dict[str, float]:
+        """Of each check, the largest difference."""
+        rows, found = self.rows, {}
+        layouts = {
+            "packed": rows.packed,
+            "left pads": rows.LAYOUTS["left pads"],
+            "right pads": rows.LAYOUTS["right pads"],
+        }
+        for name, lay_out in layouts.items():
+            layout = lay_out(self.documents).to(device)
+            model.eval()
+            evaluated = self.cut(layout, rows.run(model, layout).logits)
+            model.train()
+            model.zero_grad()
+            output = rows.run(model, layout, self.tokens)
+            output.loss.backward()
+            trained = self.cut(layout, output.logits)
+            found[name] = max(rows.worst(trained, self.logits), rows.worst(evaluated, self.logits))
+            found["train - eval"] = max(found.get("train - eval", 0), rows.worst(trained, evaluated))
+            gradient = rows.worst_gradient(gradients_of(model), self.gradients)[0]
+            found["gradients"] = max(found.get("gradients", 0), gradient)
+        return found
+
+    def cut(self, layout: Any, logits: Any) -> list[Any]:
+        return [part.detach().float().cpu() for part in layout.cut(logits)]
+
+
+def gradients_of(model: Any) -> dict[str, Any]:
+    return {name: parameter.grad.float().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
