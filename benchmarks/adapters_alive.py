@@ -1,4 +1,4 @@
-"""Which adapters learn: LoRA, rsLoRA and DoRA on every projection of every family, here and in stock transformers + PEFT.
+"""Which adapters learn: LoRA, rsLoRA and DoRA on every projection of every family, here and in transformers + PEFT.
 
     python benchmarks/adapters_alive.py                    # every family; a minute on a GPU, some on a CPU
     python benchmarks/adapters_alive.py mamba bamba --device cpu
@@ -137,7 +137,7 @@ def step(model: nn.Module, device: torch.device) -> None:
 
 
 def live(model: nn.Module) -> dict[str, list[bool]]:
-    """For each leaf name of an adapted module, which of its adapters got a gradient in both halves (and DoRA's size)."""
+    """For each leaf name of an adapted module, which of its adapters got a gradient in both halves."""
     halves: dict[str, list[bool]] = {}
     for name, parameter in model.named_parameters():
         module, _, rest = name.partition(".lora_")

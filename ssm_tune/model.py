@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from ssm_tune.families import Family, family_of
 from ssm_tune.layouts import Checkpoint, StoredTensor, open_checkpoint
 from ssm_tune.precision import check_trainable, kept_in_float32, read_dtype, set_trainable
-from ssm_tune.quantization import is_quantized, keep_packed_weights, parameter_size, quantization_config, refuse_packed
+from ssm_tune.quantization import is_quantized, parameter_size, quantization_config, refuse_packed
 from ssm_tune.recipe import RecipeError
 from ssm_tune.weight_checks import check_weights, read_strictly
 
@@ -98,8 +98,6 @@ def load_model(
     if quantization is not None or place.type != "cpu":
         options["device_map"] = {"": place}
     model = _read_model(checkpoint, weights, family, options)
-    if is_quantized(model):
-        keep_packed_weights(model)
     patch_model(model)
     set_trainable(model, trainable)
     return model

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ssm_tune.families import Family, family_of
 from ssm_tune.layouts import Checkpoint
-from ssm_tune.quantization import is_quantized
+from ssm_tune.quantization import is_quantized, prepare_packed
 from ssm_tune.recipe import RecipeError
 
 _DTYPES = {
@@ -85,7 +85,8 @@ def set_trainable(model: nn.Module, trainable: str) -> None:
     """Make a model's weights what a method needs, in place; also for a model that was loaded elsewhere.
 
     "full": float32 masters that require gradients. "adapter": SSM parameters float32, the rest as it is (PEFT freezes
-    it). "none": the same, frozen. Precision that was lost at loading does not come back.
+    it), but for the norms of quantised models, which become float32 as well. "none": the same, frozen. Precision that
+    was lost at loading does not come back.
 
     Raises:
         RecipeError: full training of quantised weights.
@@ -94,6 +95,8 @@ def set_trainable(model: nn.Module, trainable: str) -> None:
     if trainable == "full" and is_quantized(model):
         raise RecipeError("adapter.method: quantised weights cannot be trained whole. Set adapter.method=lora.")
     family = family_of(model.config.model_type)
+    if is_quantized(model):
+        prepare_packed(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
             if trainable == "full" or family.is_ssm_parameter(name):

@@ -96,6 +96,37 @@ def _narrow_layers(model: nn.Module) -> list[str]:
     return names
 
 
+def prepare_packed(model: nn.Module) -> None:
+    """What training on packed weights needs, in place: norms in float32, and weights that stay packed as they are.
+
+    PEFT's `prepare_model_for_kbit_training` raises everything that is not packed, the embeddings, the head and the
+    convolutions too: gigabytes in a model of 7B. The recurrence's own parameters are float32 already.
+    """
+    keep_packed_weights(model)
+    for module in model.modules():
+        if _is_norm(module) and not any(isinstance(hook, _Raised) for hook in module._forward_hooks.values()):
+            module.float()
+            hook = _Raised(model.get_input_embeddings())
+            module.register_forward_pre_hook(hook)
+            module.register_forward_hook(hook)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and module._parameters.get("weight") is not None
+
+
+class _Raised:
+    """Before and after a norm in float32: the model goes on in its own dtype, whatever that is by then."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        self.embedding = embedding
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> Any:
+        if output is None:
+            return (inputs[0].float(), *inputs[1:])
+        return output.to(self.embedding.weight.dtype)
+
+
 def keep_packed_weights(model: nn.Module) -> None:
     """Switch off bitsandbytes' repacking of 4-bit weights on CPUs with AVX512-BF16.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from original_layouts import write_state_spaces
-from tiny import PURE, tiny_model
+from tiny import KINDS, PURE, tiny_model
+from transformers import DynamicCache
 
+from ssm_tune.families import family_of
 from ssm_tune.mixers import unpatch_model
 from ssm_tune.model import load_model, model_report
 from ssm_tune.recipe import RecipeError
+from ssm_tune.self_check import TOLERANCE, check_model
 
 TOKENS = torch.randint(3, 290, (2, 24), generator=torch.Generator().manual_seed(3))
 PACKED = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
@@ -137,6 +141,45 @@ def test_an_original_folder_in_4_bits(tmp_path: Path) -> None:
     models = [load_model(tmp_path / name, device="cpu", load_in_4bit=True) for name in ("original", "hf")]
     assert len(packed_layers(models[0])) == 4
     assert torch.equal(logits_of(models[0]), logits_of(models[1]))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_and_the_recurrence_are_raised_and_nothing_else(tmp_path: Path, kind: str, bits: int) -> None:
+    """PEFT's preparation would raise the embeddings, the head and the convolutions too."""
+    tiny_model(kind, **(wide_enough(kind) if kind in PURE else {})).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="bfloat16", device="cpu", **{f"load_in_{bits}bit": True})
+    family = family_of(model.config.model_type)
+    assert packed_layers(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
+            raised = "norm" in name or family.is_ssm_parameter(name)
+            assert parameter.dtype == (torch.float32 if raised else torch.bfloat16), name
+    assert model.train()(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.isfinite()
+    whole = logits_of(model.eval())
+    cache = DynamicCache(config=model.config)
+    keyword = "cache" if kind in PURE else "past_key_values"
+    with torch.no_grad():
+        parts = [
+            model(input_ids=part, use_cache=True, **{keyword: cache}).logits.float()
+            for part in TOKENS.split([20, 1, 1, 1, 1], dim=1)
+        ]
+    difference = (torch.cat(parts, dim=1) - whole).norm() / whole.norm()
+    assert difference < (1e-3 if bits == 4 else 0.05)  # in 8 bits a row's inputs are rounded by its largest
+
+
+def test_what_was_raised_follows_the_model_to_another_dtype(tmp_path: Path) -> None:
+    tiny_model("nemotron_h").save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="bfloat16", device="cpu", load_in_4bit=True)
+    logits_of(unpatch_model(model).dequantize(dtype=torch.float32).float())
+
+
+def test_rounding_in_8_bits_passes_the_self_check(tmp_path: Path) -> None:
+    """On a CPU bitsandbytes rounds activations in evaluation and not in training: no reason to refuse a run."""
+    tiny_model("zamba").save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu", load_in_8bit=True)
+    found = check_model(model, nullcontext, isolate=True)
+    assert max(found.values()) > TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
