@@ -6,7 +6,8 @@ leaves saving to us. See `ssm_tune.sharding` for why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ class DistributedTrainer(SFTTrainer):
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Theirs averages one parameter at a time, by an operation that gloo lacks; `training_step` does it."""
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Round every micro-batch of a step but the last. Gradients are reduced each time all the same: held back, they
+        would be whole on every rank. Only the replicas of HSDP wait for the last one with their sums."""
+        replicas = self.sharding.replicas > 1
+        if replicas:
+            self.model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            if replicas:
+                self.model.set_requires_all_reduce(True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ssm_tune.peers import current
 
@@ -66,21 +67,26 @@ def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fil
         names: of the parameters, in the order in which the unsharded optimizer has them.
     """
     saved = torch.load(file, map_location="cpu", weights_only=True)
-    flat: dict[str, Any] = {}
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, names, strict=True))
+    state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     for number, values in saved["state"].items():
-        flat |= {f"state.{by_number[number]}.{key}": value for key, value in values.items()}
+        for key, value in values.items():
+            name = f"state.{by_number[number]}.{key}"
+            state[name] = _like(state[name], value)
     for group in saved["param_groups"]:
-        options = {key: value for key, value in group.items() if key != "params"}
-        flat |= {
-            f"param_groups.{by_number[number]}.{key}": value
-            for number in group["params"]
-            for key, value in options.items()
-        }
-    options = StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True)
-    get_optimizer_state_dict(model, optimizer, options=_FLAT)  # makes the state that is filled
-    set_optimizer_state_dict(model, optimizer, flat, options=options)
+        for key in group.keys() - {"params"}:
+            for number in group["params"]:
+                state[f"param_groups.{by_number[number]}.{key}"] = group[key]
+    set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
+
+
+def _like(ours: Any, value: Any) -> Any:
+    """`value`, whole on every rank, sharded as `ours` is."""
+    if not isinstance(ours, DTensor):
+        return value
+    value = value.to(ours.device_mesh.device_type, ours.dtype)
+    return distribute_tensor(value, ours.device_mesh, ours.placements, src_data_rank=None).to(ours.device)
 
 
 def _group() -> dist.ProcessGroup | None:

@@ -1,0 +1,102 @@
+"""FSDP2 by families, in two processes with gloo that serve all cases (`sharded_cases.py`): gradients, precision, what is
+wrapped, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import KINDS
+
+SCRIPT = Path(__file__).with_name("sharded_cases.py")
+KINDS_AND_SWITCHES = (*KINDS, "zamba2, two shared blocks", "granitemoehybrid, experts", "mamba3", "h3", "samba")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each case came to, on rank 0 and on rank 1."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("CASES", None)
+    result = subprocess.run(
+        [*command, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"full {name}" for name in KINDS_AND_SWITCHES),
+        *(f"lora {name}" for name in ("mamba", "zamba2", "jamba")),
+        *(f"checkpointing {name}" for name in ("mamba", "zamba2", "bamba")),
+        *("offload", "kept whole", "replicas", "train_also"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_process(found: dict[str, list[Any]], case: str) -> None:
+    for rank in found[case]:
+        assert rank["loss"] < 1e-6
+        assert rank["gradients"] < 1e-5
+
+
+@pytest.mark.parametrize("case", ["bf16 mamba", "bf16 mamba2", "bf16 bamba"])
+def test_bfloat16_rounds_no_more_than_autocast_does(found: dict[str, list[Any]], case: str) -> None:
+    for rank in found[case]:
+        assert rank["sharded"] < 1.5 * rank["autocast"]
+        assert rank["sharded, recurrence"] < 1.5 * rank["autocast, recurrence"]
+
+
+def test_adapters_on_a_bfloat16_base(found: dict[str, list[Any]]) -> None:
+    for rank in found["bf16 lora"]:
+        assert rank["loss"] < 1e-4
+        assert rank["gradients"] < 2e-2
+
+
+def test_what_is_wrapped_and_what_stays_whole(found: dict[str, list[Any]]) -> None:
+    recurrence = ["A_log", "D", "bias"]  # the bias of dt_proj
+    assert found["wrapping mamba"][0] == {"units": {"MambaForCausalLM": 1, "MambaBlock": 2}, "kept": recurrence}
+    shared = {"ZambaMambaDecoderLayer": 4, "ZambaHybridLayer": 2, "ZambaAttentionDecoderLayer": 2}
+    assert found["wrapping zamba"][0]["units"] == {"ZambaForCausalLM": 1, **shared}
+    untied = {"JambaForCausalLM": 1, "Embedding": 1, "JambaMambaDecoderLayer": 3, "JambaAttentionDecoderLayer": 1}
+    assert found["wrapping jamba"][0] == {"units": untied, "kept": recurrence}
+
+
+def test_precision_of_a_step_in_bfloat16(found: dict[str, list[Any]]) -> None:
+    assert found["precision"][0] == {
+        "stream": "torch.float32",
+        "projection": "torch.bfloat16",
+        "out": "torch.bfloat16",
+        "A_log": "torch.float32",
+        "masters": ["torch.float32"],
+    }
+
+
+def test_clipping_knows_sharded_and_whole_parameters(found: dict[str, list[Any]]) -> None:
+    for rank in found["clipping"]:
+        assert rank["clipped"]
+        assert rank["norm"] < 1e-6
+        assert rank["gradients"] < 1e-5
+
+
+@pytest.mark.parametrize("case", ["moving full", "moving lora"])
+def test_checkpoints_go_between_shards_and_one_process(found: dict[str, list[Any]], case: str) -> None:
+    for rank in found[case]:
+        assert rank["gathered"] is True
+        assert max(rank[way] for way in ("shards", "alone", "whole to shards")) < 1e-6
+
+
+def test_parameters_without_gradient_are_found(found: dict[str, list[Any]]) -> None:
+    expected = ["backbone.layers.0.unused: no gradient: the forward pass does not use it"]
+    assert found["dead"] == [expected, expected]
+
+
+def test_processes_that_do_not_divide(found: dict[str, list[Any]]) -> None:
+    assert "2 processes are not 3 equal groups" in found["uneven replicas"][0]
