@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ssm_tune.gradient_check import dead_parameters
+from ssm_tune.kernels.tuning import report_tuning
 from ssm_tune.peers import current
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import RunFolder
@@ -22,6 +24,8 @@ from ssm_tune.run_folder import RunFolder
 if TYPE_CHECKING:
     from ssm_tune.trainer import SSMTrainer
 
+
+logger = logging.getLogger(__name__)
 
 _ECHO = 10.0  # seconds in which a signal that comes again is the same one
 
@@ -103,6 +107,15 @@ class StopOnSignal(TrainerCallback):
         if self.received is not None:
             control.should_save = True
             control.should_training_stop = True
+
+
+class TuningReport(TrainerCallback):
+    """After a step in which Triton tuned kernels: how many, for how long, and where the result is kept."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        said = report_tuning()
+        if said and state.is_world_process_zero:
+            logger.warning(said)
 
 
 class Recorder(TrainerCallback):

@@ -76,7 +76,9 @@ def _check_config(recipe: Recipe, config: Any, name: str) -> list[str]:
 
     found = [f"{name}: a {config.model_type}"]
     mistakes = refusals(
-        family_of(config.model_type), packing=bool(recipe.training.get("packing")) and recipe.data.isolate
+        family_of(config.model_type),
+        packing=bool(recipe.training.get("packing")) and recipe.data.isolate,
+        attention=recipe.model.attn_implementation or config._attn_implementation,
     )
     if recipe.adapter is not None:
         from ssm_tune.adapter import check_targets

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ssm_tune import artefacts
 from ssm_tune.adapter import adapter_targets, apply_adapter, check_targets
-from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndResume, StopOnSignal
+from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndResume, StopOnSignal, TuningReport
 from ssm_tune.closing import close_run
 from ssm_tune.data import Collator, PreparedData, prepare_data, training_texts
 from ssm_tune.families import family_of, refusals
@@ -234,7 +234,10 @@ def _check_model(job: Job, config: Any, isolated: bool) -> None:
         check_targets(model, section)
         paths = adapter_targets(model, section.targets)
     mistakes = refusals(
-        family_of(config.model_type), packing=isolated, targets={path.rpartition(".")[2] for path in paths}
+        family_of(config.model_type),
+        packing=isolated,
+        targets={path.rpartition(".")[2] for path in paths},
+        attention=job.recipe.model.attn_implementation or config._attn_implementation,
     )
     if mistakes:
         raise RecipeError(mistakes)
@@ -311,7 +314,7 @@ def _build_trainer(
         eval_dataset=data.eval,
         collator=Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None),
         row_name=data.row_name,
-        callbacks=[start, GradientCheck(), signals, Recorder(folder), job.bar],
+        callbacks=[start, GradientCheck(), signals, TuningReport(), Recorder(folder), job.bar],
         sharding=job.sharding,
         checkpoint=checkpoint,
     )

@@ -16,6 +16,7 @@ from ssm_tune import RecipeError, Run, load_model, tune
 from ssm_tune.recipe import load_recipe
 from ssm_tune.run_folder import RunFolder, Stopped
 from ssm_tune.trainer import SSMTrainer
+from ssm_tune.validation import check_recipe
 from ssm_tune.workflow import run
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(12)]
@@ -189,6 +190,26 @@ def test_packed_and_unpacked_runs_are_the_same_run(tmp_path):
     assert packed.metrics["num_tokens"] == alone.metrics["num_tokens"]
     pairs = zip(losses(tmp_path / "packed").values(), losses(tmp_path / "alone").values(), strict=True)
     assert all(ours == pytest.approx(theirs, rel=1e-4) for ours, theirs in pairs)
+
+
+def test_an_attention_that_lets_packed_documents_see_each_other_is_refused(tmp_path):
+    """The recipe's own, and that of a model in memory; before anything is made."""
+    tiny_model("bamba").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{name: {tmp_path / 'model'}, attn_implementation: flash_attention_2}}\n"
+        f"data: {{train: [{{path: {tmp_path / 'rows.jsonl'}}}]}}\n"
+        f"training: {{output_dir: {tmp_path / 'run'}, packing: true, max_length: 64, max_steps: 1}}\n"
+    )
+    for go in (lambda recipe: run(recipe, "sft"), check_recipe):
+        with pytest.raises(RecipeError, match="flash_attention_2 is not known to keep"):
+            go(load_recipe(str(tmp_path / "recipe.yaml"), []))
+    model = tiny_model("bamba")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(RecipeError, match="flash_attention_2 is not known to keep"):
+        tune(model, ROWS, tokenizer=tiny_tokenizer(), output_dir=tmp_path / "run", **FAST, packing=True)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "jamba", "zamba2", "bamba"])

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ssm_tune.kernels.packages import HUB_CAUSAL_CONV1D, HUB_MAMBA_SSM, Package
+from ssm_tune.kernels.tuning import keep_tuning
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def _hub(operation: str, module: str, package: Package, errors: tuple[str, ...] 
 BACKENDS = (
     Backend("selective_scan", "numba", "cpu_scan", _CPU, "numba", _NUMBA),
     Backend("selective_scan", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
+    Backend("selective_scan", "triton", "triton_scan", _CUDA, "triton", _TRITON),
     _hub("selective_scan", "mamba_ssm_scan", HUB_MAMBA_SSM, _TRITON),
     Backend("selective_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("selective_scan_step", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
@@ -125,6 +127,7 @@ BACKENDS = (
     Backend("mamba3_scan", "reference", "mamba3_reference", cost=_TOKEN_BY_TOKEN),
     Backend("causal_conv1d", "numba", "cpu_conv", _CPU, "numba", _NUMBA),
     Backend("causal_conv1d", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
+    Backend("causal_conv1d", "triton", "triton_conv", _CUDA, "triton", _TRITON),
     _hub("causal_conv1d", "causal_conv1d_cuda", HUB_CAUSAL_CONV1D),
     Backend("causal_conv1d", "gathered", "conv_gathered", cost="several passes over the row, about 5 times slower"),
     Backend("causal_conv1d", "reference", "reference", cost=_TOKEN_BY_TOKEN),
@@ -342,6 +345,8 @@ def _failure(backend: Backend, device: torch.device) -> str:
 def _try(backend: Backend, device: torch.device) -> str:
     from ssm_tune.kernels.trials import run_trial
 
+    if device.type == "cuda":
+        keep_tuning()
     try:
         function = _function(backend)
     except _FAILURES as failure:
