@@ -1,4 +1,4 @@
-"""Which GPU a kernel is launched on."""
+"""Which GPU a kernel is launched on, and its size."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ from torch import Tensor
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Makes the tensor's GPU the current one: Triton and CUDA launch on that, not on the one that holds the data."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; 1 for other devices."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

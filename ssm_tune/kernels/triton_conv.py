@@ -1,0 +1,174 @@
+"""The causal convolution in Triton: channel-last, documents built in, silu fused, forward and backward.
+
+It needs no compiled extension. Against the package causal_conv1d: any width, number of channels and alignment, padding
+inside documents, and documents together with an initial state. Importing this module imports Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.conv_gathered import visible_rows
+from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.triton_conv_kernels import conv_kernel, conv_slope_kernel
+
+_WIDEST = 8
+# Tokens and channels of a program, its warps, and how many blocks of tokens one goes through in the backward pass.
+_TOKENS, _BLOCK, _WARPS, _ROUNDS = 8, 128, 4, 32
+_Windows = tuple[Tensor, Tensor]
+_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    seq_idx: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.causal_conv1d`; everything is computed in float32.
+
+    Raises:
+        Unsupported: float64, or a width beyond 8.
+    """
+    width = weight.shape[-1]
+    if torch.float64 in {x.dtype, weight.dtype}:
+        raise Unsupported("float64 is computed in PyTorch only")
+    if width > _WIDEST:
+        raise Unsupported(f"a width of {width}, at most {_WIDEST}")
+    rows, head = x, 0
+    if initial_state is not None:
+        rows, head = torch.cat([initial_state.transpose(1, 2).to(x.dtype), x], dim=1), width - 1
+    rows = rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+    windows = None if seq_idx is None else find_windows(seq_idx, width, head)
+    y = _Conv.apply(rows, weight, bias, windows, head, activation == "silu")
+    if not return_final_state:
+        return y
+    return y, _remaining(x, seq_idx, initial_state, width)
+
+
+def find_windows(seq_idx: Tensor, width: int, head: int) -> _Windows:
+    """What tokens see: for every token and number of places back, the row of the input (the `head` rows of a state,
+    then the tokens), (batch, length, width), -1 for none; and the other way round, for every row the token that sees
+    it, (batch, head + length, width). int32; kept as long as that very tensor lives unchanged."""
+    kept = _found.get(seq_idx)
+    version = None if seq_idx.is_inference() else seq_idx._version
+    if kept is None or kept[0] != version or version is None:
+        kept = (version, {})
+        if version is not None:
+            _found[seq_idx] = kept
+    found = kept[1].get((width, head))
+    if found is None:
+        found = kept[1][width, head] = _find_windows(seq_idx, width, head)
+    return found
+
+
+def _find_windows(seq_idx: Tensor, width: int, head: int) -> _Windows:
+    batch, length = seq_idx.shape
+    places, seen = (part[:, :length] for part in visible_rows(seq_idx, width))
+    places = places - (width - 1 - head)  # without a state there are no rows before the tokens
+    seen = seen & (places >= 0) & (seq_idx != -1)[..., None]
+    # One more row takes what nobody sees.
+    followers = places.new_full((batch, head + length + 1, width), -1)
+    tokens = torch.arange(length, device=seq_idx.device)[None, :, None].expand(batch, length, width)
+    followers.scatter_(1, places.where(seen, head + length), tokens)
+    return places.where(seen, -1).to(torch.int32).contiguous(), followers[:, :-1].to(torch.int32).contiguous()
+
+
+def _remaining(x: Tensor, seq_idx: Tensor | None, initial_state: Tensor | None, width: int) -> Tensor:
+    """The final state, (batch, dim, width - 1): a plain selection of rows, so that autograd knows its gradient."""
+    batch, length, dim = x.shape
+    state = x.new_zeros(batch, dim, width - 1) if initial_state is None else initial_state
+    if seq_idx is None:
+        last = x[:, max(0, length - (width - 1)) :].transpose(1, 2).to(state.dtype)
+        return torch.cat([state, last], dim=-1)[..., state.shape[-1] + last.shape[-1] - (width - 1) :]
+    places, seen = (part[:, -1, 1:].flip(1) for part in visible_rows(seq_idx, width))
+    rows = torch.cat([state.transpose(1, 2), x.to(state.dtype)], dim=1)
+    return rows.gather(1, places[..., None].expand(-1, -1, dim)).masked_fill(~seen[..., None], 0.0).transpose(1, 2)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, windows: _Windows | None, head: int, silu: bool
+    ) -> Tensor:
+        length, weight = x.shape[1] - head, weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        table, followers = (None, None) if windows is None else windows
+        ctx.save_for_backward(x, weight, bias, table, followers)
+        ctx.head, ctx.silu = head, silu
+        return _convolve(x, weight, bias, table, length, head, silu=silu)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, table, followers = ctx.saved_tensors
+        batch, rows, dim = x.shape
+        length, width = rows - ctx.head, weight.shape[1]
+        need_x, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        slopes, dy = dy, dy.contiguous()
+        dx = by_weight = by_bias = None
+        if ctx.silu or need_weight:
+            chunks = triton.cdiv(length, _TOKENS * _ROUNDS)
+            slopes = torch.empty(batch, length, dim, device=x.device, dtype=x.dtype)
+            dweight = x.new_empty((batch, chunks, width + 1, dim) if need_weight else (1,), dtype=torch.float32)
+            with device_of(x):
+                conv_slope_kernel[(triton.cdiv(dim, _BLOCK), chunks, batch)](
+                    x, weight, _or(bias, weight), _or(table, x), dy, slopes, dweight,
+                    dim, length, chunks, _ROUNDS, x.stride(0), x.stride(1),
+                    **_settings(width, ctx.head, bias, table), SILU=ctx.silu, NEED_WEIGHT=need_weight,
+                )  # fmt: skip
+            if need_weight:
+                total = dweight.sum((0, 1))
+                by_weight = total[:width].t().to(weight.dtype)
+                by_bias = None if bias is None else total[width].to(bias.dtype)
+        if need_x:
+            dx = _convolve(slopes, weight, None, followers, length, ctx.head, reverse=True)
+        return dx, by_weight, by_bias, None, None, None
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    length: int,
+    head: int,
+    silu: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    batch, _, dim = x.shape
+    rows = length + head if reverse else length
+    y = torch.empty(batch, rows, dim, device=x.device, dtype=x.dtype)
+    with device_of(x):
+        conv_kernel[(triton.cdiv(dim, _BLOCK), triton.cdiv(rows, _TOKENS), batch)](
+            x, weight, _or(bias, weight), _or(table, x), y, dim, length, x.stride(0), x.stride(1),
+            **_settings(weight.shape[1], head, bias, table), SILU=silu, REVERSE=reverse,
+        )  # fmt: skip
+    return y
+
+
+def _settings(width: int, head: int, bias: Tensor | None, table: Tensor | None) -> dict[str, Any]:
+    """What every kernel here is compiled for."""
+    return {
+        "HEAD": head,
+        "WIDTH": width,
+        "TOKENS": _TOKENS,
+        "BLOCK": _BLOCK,
+        "HAS_BIAS": bias is not None,
+        "HAS_TABLE": table is not None,
+        "num_warps": _WARPS,
+    }
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that is not used."""
+    return other if tensor is None else tensor

@@ -1,0 +1,122 @@
+"""Our Triton kernels in Triton's interpreter against the float64 reference, as JSON: what each case's error was.
+
+Run as a process of its own by `test_triton_kernels.py`: the interpreter is chosen when a kernel is imported. It spends
+about a tenth of a second on every token, so that rows are short and pieces shorter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comparison import ROUNDED, assert_equals_reference, conv_tensors, scan_tensors
+from torch import Tensor
+
+from ssm_tune.kernels import triton_conv, triton_scan
+
+WIDE = ("A", "D", "dt_bias", "initial_state")
+# Two documents, padding at both ends, between and inside them; numbers that return.
+DOCUMENTS = torch.tensor([[-1, 0, 0, -1, 0, 1, 1, -1, -1, 1, 0, 0, -1], [3] * 12 + [4]], dtype=torch.int32)
+PIECES = triton_scan.Arrangement(group=2, piece=8, segment=8)
+SPREAD = triton_scan.Arrangement(group=4, piece=8, segment=8, spread=True)
+
+
+def lose_contiguity(tensor: Tensor) -> Tensor:
+    """The same numbers, every second channel of a wider tensor."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def of_a_projection(tensor: Tensor) -> Tensor:
+    """The same numbers, the first half of a wider projection: channels side by side, tokens apart."""
+    return torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]]
+
+
+def scan(
+    tensors: dict[str, Tensor | None],
+    forward: triton_scan.Arrangement = triton_scan.FORWARD,
+    backward: triton_scan.Arrangement = triton_scan.BACKWARD,
+    **settings: Any,
+) -> None:
+    before = triton_scan.FORWARD, triton_scan.BACKWARD
+    triton_scan.FORWARD, triton_scan.BACKWARD = forward, backward
+    try:
+        assert_equals_reference("selective_scan", triton_scan.selective_scan, tensors, **settings)
+    finally:
+        triton_scan.FORWARD, triton_scan.BACKWARD = before
+
+
+def conv(tensors: dict[str, Tensor | None], **settings: Any) -> None:
+    assert_equals_reference("causal_conv1d", triton_conv.causal_conv1d, tensors, **settings)
+
+
+def steps_without_softplus() -> dict[str, Tensor | None]:
+    tensors = scan_tensors(batch=1, length=3, dim=3, state=3, without=("z", "D"))
+    return tensors | {name: tensors[name].abs() * 0.1 for name in ("dt", "dt_bias")}
+
+
+def nothing_leaks() -> None:
+    """Whatever one document or padding holds, another's outputs and gradients are the same to the bit."""
+    tensors = {name: t.float() for name, t in scan_tensors(batch=1, length=9, dim=2, state=2).items()}
+    seq_idx = torch.tensor([[0, 0, 0, -1, 1, 1, -1, 1, 1]], dtype=torch.int32)
+    clean = triton_scan.selective_scan(**tensors, seq_idx=seq_idx)
+    tensors["x"][:, 1] = torch.nan
+    for name in ("x", "dt", "B", "C", "z"):
+        tensors[name][:, [3, 6]] = torch.nan
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    y = triton_scan.selective_scan(**leaves, seq_idx=seq_idx)
+    assert torch.equal(y[:, 4:], clean[:, 4:]), "outputs"
+    assert y[:, 1:3].isnan().all(), "a nan is hidden"
+    for name in ("x", "dt", "B", "C", "z"):
+        gradient = torch.autograd.grad(y[:, 4:].sum(), leaves[name], retain_graph=True)[0]
+        assert gradient[:, 4:].isfinite().all() and not gradient[:, 6].any(), name
+        assert name != "x" or not gradient[:, :4].any()
+    weight = torch.randn(2, 4)
+    x = torch.randn(1, 9, 2)
+    clean = triton_conv.causal_conv1d(x, weight, seq_idx=seq_idx)
+    x[:, [3, 6]] = torch.nan
+    found = triton_conv.causal_conv1d(x.requires_grad_(), weight, seq_idx=seq_idx)
+    gradient = torch.autograd.grad(found[:, 4:].sum(), x)[0]
+    assert torch.equal(found, clean) and gradient.isfinite().all() and not gradient[:, :4].any(), "conv"
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "scan: documents": lambda: scan(scan_tensors(length=13, dim=5, state=3), seq_idx=DOCUMENTS),
+    "scan: pieces": lambda: scan(scan_tensors(length=13, dim=34, state=4), PIECES, SPREAD, seq_idx=DOCUMENTS),
+    "scan: pieces, no documents": lambda: scan(scan_tensors(batch=1, length=16, dim=3, state=2), SPREAD, PIECES),
+    "scan: one token": lambda: scan(scan_tensors(length=1, dim=3, state=1)),
+    "scan: nothing optional": lambda: scan(
+        scan_tensors(batch=1, length=9, dim=3, state=16, without=("D", "z", "dt_bias", "initial_state"))
+    ),
+    "scan: without softplus": lambda: scan(steps_without_softplus(), dt_softplus=False),
+    "scan: not contiguous": lambda: scan(scan_tensors(batch=1, length=3, dim=4, state=2), view=lose_contiguity),
+    "scan: part of a projection": lambda: scan(scan_tensors(batch=1, length=3, dim=4, state=2), view=of_a_projection),
+    "scan: bfloat16": lambda: scan(
+        scan_tensors(length=9, dim=4, state=4), dtype=torch.bfloat16, tolerance=ROUNDED, wide=WIDE
+    ),
+    "conv: documents": lambda: conv(conv_tensors(length=13, dim=5), seq_idx=DOCUMENTS),
+    "conv: no documents": lambda: conv(conv_tensors(batch=1, length=5, dim=130), activation=None),
+    "conv: one token": lambda: conv(conv_tensors(length=1, dim=3, width=3)),
+    "conv: width 2": lambda: conv(conv_tensors(length=5, dim=3, width=2, without=("bias", "initial_state"))),
+    "conv: not contiguous": lambda: conv(conv_tensors(length=5, dim=3), view=lose_contiguity),
+    "conv: bfloat16": lambda: conv(conv_tensors(length=9, dim=3), dtype=torch.bfloat16, tolerance=2 * ROUNDED),
+    "nothing leaks": nothing_leaks,
+}
+
+
+def main() -> None:
+    found = {}
+    for name, case in CASES.items():
+        torch.manual_seed(0)
+        try:
+            case()
+            found[name] = ""
+        except Exception as error:  # noqa: BLE001  reported by the test of that name
+            found[name] = f"{type(error).__name__}: {error}"
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

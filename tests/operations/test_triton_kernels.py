@@ -1,0 +1,156 @@
+"""Our Triton kernels: interpreted on a CPU, and on a GPU, against the float64 reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from comparison import DOCUMENTS, assert_equals_reference, conv_tensors, scan_tensors, seq_idx_of
+
+HERE = Path(__file__).parent
+CASES = (
+    "scan: documents",
+    "scan: pieces",
+    "scan: pieces, no documents",
+    "scan: one token",
+    "scan: nothing optional",
+    "scan: without softplus",
+    "scan: not contiguous",
+    "scan: part of a projection",
+    "scan: bfloat16",
+    "conv: documents",
+    "conv: no documents",
+    "conv: one token",
+    "conv: width 2",
+    "conv: not contiguous",
+    "conv: bfloat16",
+    "nothing leaks",
+)
+WIDE = ("A", "D", "dt_bias", "initial_state")
+EXACT, BFLOAT16 = 2e-5, 2e-2
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What became of each case in a process of its own."""
+    pytest.importorskip("triton")
+    paths = [str(HERE), str(HERE.parents[1])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "interpreted_triton.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert tuple(found) == CASES
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(interpreted: dict[str, str], case: str) -> None:
+    assert interpreted[case] == ""
+
+
+@pytest.fixture
+def triton_scan() -> ModuleType:
+    from ssm_tune.kernels import triton_scan
+
+    return triton_scan
+
+
+@pytest.fixture
+def triton_conv() -> ModuleType:
+    from ssm_tune.kernels import triton_conv
+
+    return triton_conv
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_scan_on_a_gpu(triton_scan: ModuleType, documents: str, dtype: torch.dtype) -> None:
+    settings: dict[str, Any] = {"seq_idx": seq_idx_of(documents), "wide": WIDE, "device": "cuda"}
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    assert_equals_reference(
+        "selective_scan", triton_scan.selective_scan, scan_tensors(dim=64), dtype, tolerance, **settings
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("without", [("initial_state",), ("z",), ("D", "z", "dt_bias", "initial_state")])
+@pytest.mark.parametrize("length", [1, 67, 2049])
+@pytest.mark.parametrize("pieces", [None, 256])
+def test_scan_in_pieces_on_a_gpu(
+    triton_scan: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int, without: tuple[str, ...], pieces: int | None
+) -> None:
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(triton_scan, name, getattr(triton_scan, name)._replace(piece=pieces or 2**20))
+    seq_idx = torch.arange(length).div(400, rounding_mode="floor").int().expand(2, -1).contiguous()
+    if length > 100:
+        seq_idx[:, -5:] = -1
+    settings: dict[str, Any] = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda"}
+    tensors = scan_tensors(length=length, dim=37, state=13, without=without)
+    assert_equals_reference("selective_scan", triton_scan.selective_scan, tensors, torch.float32, EXACT, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "state"), [(1, 1), (33, 5), (128, 16), (129, 32), (8, 128)])
+def test_scan_of_any_size_on_a_gpu(triton_scan: ModuleType, dim: int, state: int) -> None:
+    tensors = scan_tensors(batch=1, length=19, dim=dim, state=state)
+    settings: dict[str, Any] = {"wide": WIDE, "device": "cuda"}
+    assert_equals_reference("selective_scan", triton_scan.selective_scan, tensors, torch.float32, EXACT, **settings)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_conv_on_a_gpu(triton_conv: ModuleType, documents: str, activation: str | None, dtype: torch.dtype) -> None:
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    settings: dict[str, Any] = {"activation": activation, "seq_idx": seq_idx_of(documents), "device": "cuda"}
+    assert_equals_reference(
+        "causal_conv1d", triton_conv.causal_conv1d, conv_tensors(dim=70), dtype, tolerance, **settings
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 3, 530])
+def test_conv_of_any_length_and_width_on_a_gpu(triton_conv: ModuleType, length: int, width: int) -> None:
+    for without in ((), ("bias", "initial_state")):
+        tensors = conv_tensors(length=length, dim=16, width=width, without=without)
+        assert_equals_reference(
+            "causal_conv1d", triton_conv.causal_conv1d, tensors, torch.float32, EXACT, device="cuda"
+        )
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 100e9, reason="needs 100 GB"
+)
+@pytest.mark.gpu
+def test_scan_beyond_32_bit_offsets_on_a_gpu(triton_scan: ModuleType) -> None:
+    """The last document of a row of more than 2^31 numbers is what it is alone, forward and backward."""
+    dim, tail = 8192, 1000
+    length = 2**31 // dim + 3 * tail
+    vectors = {"A": -torch.rand(dim, 4, device="cuda") - 0.1}
+    wide = {name: torch.randn(1, length, dim, device="cuda", dtype=torch.bfloat16) * 0.5 for name in ("x", "dt")}
+    tokens = wide | {name: torch.randn(1, length, 4, device="cuda", dtype=torch.bfloat16) for name in ("B", "C")}
+    seq_idx = torch.zeros(1, length, dtype=torch.int32, device="cuda")
+    seq_idx[:, -tail:] = 1
+    alone = {name: t[:, -tail:].clone() for name, t in tokens.items()}
+    tokens["x"].requires_grad_()
+    alone["x"].requires_grad_()
+    y = triton_scan.selective_scan(**tokens, **vectors, seq_idx=seq_idx)
+    expected = triton_scan.selective_scan(**alone, **vectors)
+    torch.testing.assert_close(y[:, -tail:], expected, rtol=BFLOAT16, atol=BFLOAT16)
+    slope = torch.randn_like(expected)
+    gradient = torch.autograd.grad(y[:, -tail:], tokens["x"], slope)[0]
+    truth = torch.autograd.grad(expected, alone["x"], slope)[0]
+    torch.testing.assert_close(gradient[:, -tail:], truth, rtol=5e-2, atol=5e-2)
+    assert not gradient[:, :-tail].any()
