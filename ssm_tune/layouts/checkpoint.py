@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssm_tune.layouts import huggingface, mistral, state_spaces
+from ssm_tune.layouts import huggingface, megatron, mistral, state_spaces
 from ssm_tune.layouts.layout import Layout
 from ssm_tune.layouts.source import Source
 from ssm_tune.layouts.tensors import StoredTensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # In this order: a repository that holds two (Codestral's) is read as Hugging Face's.
-LAYOUTS: tuple[Layout, ...] = (huggingface.LAYOUT, state_spaces.LAYOUT, mistral.LAYOUT)
+LAYOUTS: tuple[Layout, ...] = (huggingface.LAYOUT, state_spaces.LAYOUT, mistral.LAYOUT, megatron.LAYOUT)
 
 
 @dataclass
@@ -102,10 +102,11 @@ def _unknown(source: Source) -> str:
                 f"(HF_HUB_OFFLINE is set, or this command works without it). Fetch it first with `hf download "
                 f"{source.name}`, or name a local folder."
             )
-        return f"{source.label}: its config.json or params.json is of no known layout ({_known()})."
+        return f"{source.label}: its files are of no known layout ({_known()})."
     return (
         f"{source.label}: no known checkpoint layout ({source.listing()}). Expected config.json (Hugging Face, or "
-        f"state-spaces' original) or params.json (Mistral's Codestral), and the weights beside it."
+        f"state-spaces' original), params.json (Mistral's Codestral) or "
+        f"latest_checkpointed_iteration.txt (Megatron-LM), and the weights beside it."
     )
 
 
