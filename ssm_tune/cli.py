@@ -151,9 +151,11 @@ def build_parser() -> argparse.ArgumentParser:
     convert = command("convert", run_convert, "write a checkpoint in another layout, its numbers untouched")
     convert.add_argument("source", metavar="SRC", help="a folder or a Hub name, in any layout")
     convert.add_argument("target", metavar="DST", type=Path, help="a new folder")
-    convert.add_argument("--to", required=True, metavar="LAYOUT", help="hf, state-spaces or mistral")
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help="hf, state-spaces, mistral or megatron")
     convert.add_argument("--dtype", help="of the weights (default: as they are)")
     convert.add_argument("--revision", help="of a Hub repository")
+    convert.add_argument("--tp", type=int, metavar="N", help="megatron: over so many tensor-parallel ranks (1)")
+    convert.add_argument("--pp", type=int, metavar="N", help="megatron: over so many pipeline stages (1)")
     return parser
 
 
@@ -354,7 +356,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 def run_convert(arguments: argparse.Namespace) -> None:
     from ssm_tune.conversion import convert
 
-    keys = _given(arguments, "to", "dtype", "revision")
+    keys = _given(arguments, "to", "dtype", "revision", "tp", "pp")
     print(convert(arguments.source, arguments.target, **keys))
 
 
