@@ -132,6 +132,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, text in (("sft", "fine-tune as a recipe says"), ("pretrain", "train on plain text as a recipe says")):
         _add_training(command(name, run_training, text))
+    prepare = command("prepare", run_prepare, "write a recipe's text as tokens to data.prepared, once, for pretrain")
+    _add_recipe(prepare)
     validate = command("validate", run_validate, "check a recipe and the files that it names; no network, no weights")
     _add_recipe(validate)
     _add_recipes(command("recipes", run_recipes, "list, print or copy the shipped recipes"))
@@ -288,6 +290,13 @@ def run_training(arguments: argparse.Namespace) -> int | None:
 
     run(recipe, arguments.command, resume=arguments.resume)
     return 0
+
+
+def run_prepare(arguments: argparse.Namespace) -> None:
+    from ssm_tune.recipe import load_recipe
+    from ssm_tune.shards import prepare_shards
+
+    print(prepare_shards(load_recipe(arguments.recipe, arguments.overrides)))
 
 
 def run_validate(arguments: argparse.Namespace) -> None:

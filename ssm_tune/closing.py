@@ -133,7 +133,7 @@ def _write_card(
         task=task,
         command=environment["command"],
         recipe=recipe.text or recipe.to_yaml(),
-        data={"rows": report.rows, "tokens": report.tokens, "loss tokens": report.loss_tokens, "notes": report.notes},
+        data=report.figures(),
         metrics=metrics,
         versions={"ssm-tune": environment["ssm_tune"], "python": environment["python"], **environment["packages"]},
     )

@@ -80,11 +80,14 @@ class ModelSection:
 
 @dataclass
 class TokenizerSection:
-    """`name` None: the model's own. `chat_template`: a .jinja file. `train`: a BPE of `vocab_size` from the data."""
+    """`name` None: the model's own. `chat_template`: a .jinja file.
+
+    `train`: bpe (or true) makes a byte-level BPE of `vocab_size` from the first 100 million characters of the data.
+    """
 
     name: str | None = None
     chat_template: str | None = None
-    train: bool = False
+    train: Any = _setting(False, annotation="bool | Literal['bpe']")
     vocab_size: int | None = _setting(interval="[257, inf)")
 
 
@@ -108,6 +111,8 @@ class DataSection:
 
     too_long: rows of more than training.max_length tokens are cut or dropped. isolate False: packed documents see
     each other. batch_tokens: tokens of an optimizer step; sets gradient accumulation.
+    streaming: read, tokenised and packed while training, until max_steps; for pretraining. prepared: a folder of tokens
+    that `ssm-tune prepare` makes of `train` and `eval`, and that is read in their place, as a stream too.
     """
 
     train: list[DataSource] = _setting([])
@@ -116,6 +121,8 @@ class DataSection:
     too_long: str = _setting("cut", choices=("cut", "drop"))
     isolate: bool = True
     batch_tokens: int | None = _setting(interval="[1, inf)")
+    streaming: bool = False
+    prepared: str | None = None
 
 
 @dataclass

@@ -53,13 +53,13 @@ def _check_model(model: Mapping[str, Any], mistakes: Mistakes, complete: bool) -
 def _check_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], mistakes: Mistakes) -> None:
     if _given(tokenizer, "train"):
         if _given(tokenizer, "name"):
-            mistakes.add("tokenizer", "has both name and train: true. Keep one")
+            mistakes.add("tokenizer", "has both name and train. Keep one")
         if _given(model, "name"):
             mistakes.add(
                 "tokenizer.train", "makes a new vocabulary, which a checkpoint (model.name) has no embeddings for"
             )
     elif _given(tokenizer, "vocab_size"):
-        mistakes.add("tokenizer.vocab_size", "needs tokenizer.train: true; a ready tokenizer has its own size")
+        mistakes.add("tokenizer.vocab_size", "needs tokenizer.train: bpe; a ready tokenizer has its own size")
 
 
 def _check_data(data: Mapping[str, Any], training: Mapping[str, Any], mistakes: Mistakes, complete: bool) -> None:
@@ -73,8 +73,28 @@ def _check_data(data: Mapping[str, Any], training: Mapping[str, Any], mistakes: 
         mistakes.add("data", "has both eval and eval_fraction. Keep one (data.eval_fraction=null takes it away)")
     if data.get("batch_tokens") is not None and training.get("gradient_accumulation_steps") is not None:
         mistakes.add("data.batch_tokens", "sets training.gradient_accumulation_steps. Give one of them")
+    _check_stream(data, training, mistakes)
     if data.get("isolate") is False and training.get("packing") is False:
         mistakes.add("data.isolate", "false has no effect with training.packing: false; rows never meet unpacked")
+
+
+def _check_stream(data: Mapping[str, Any], training: Mapping[str, Any], mistakes: Mistakes) -> None:
+    streamed = _given(data, "streaming", "prepared")
+    if not streamed:
+        return
+    if training.get("max_steps") in (None, -1):
+        mistakes.add("training.max_steps", f"is missing: with data.{streamed[0]} an epoch has no length")
+    if training.get("packing") is False:
+        mistakes.add("training.packing", f"cannot be false with data.{streamed[0]}: a stream is packed into rows")
+    sources = [source for source in data.get("train") or [] if isinstance(source, dict)]
+    if len(sources) > 1 and not any(source.get("weight") for source in sources):
+        mistakes.add("data.train", "has several sources in a stream, whose lengths are not known: give them a weight")
+    for index, source in enumerate(sources):
+        if "[" in str(source.get("split", "")):
+            mistakes.add(
+                f"data.train.{index}.split",
+                "cannot be a part of a stream, which is read whole; data.eval_fraction sets some of it aside",
+            )
 
 
 def _check_adapter(adapter: Mapping[str, Any], model: Mapping[str, Any], mistakes: Mistakes) -> None:

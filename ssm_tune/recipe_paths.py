@@ -66,8 +66,15 @@ def resolve_paths(sections: dict[str, Any], source: Path | None, mistakes: Mista
             found = _find(value, beside)
             if found is not None:
                 holder[key] = str(found)
-            elif check_files and (key == "chat_template" or _is_file_name(value)):
+            elif check_files and (
+                key == "chat_template" or (_is_file_name(value) and not _is_replaced(path, sections))
+            ):
                 mistakes.add(path, f"{value} does not exist (looked in {beside}).{_nearest_file(beside / value)}")
+
+
+def _is_replaced(path: str, sections: dict[str, Any]) -> bool:
+    """Whether prepared tokens stand in for the file: training then needs them alone."""
+    return path.startswith("data.") and bool(sections["data"].get("prepared"))
 
 
 def _find(value: str, beside: Path) -> Path | None:

@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|extra_id", re.IGNORECASE)
+TRAINED_CHARACTERS = 100_000_000  # of the data: enough for the merges of 50,000 tokens, minutes of work
 _END, _PAD = "<|endoftext|>", "<|padding|>"  # of tokenizers trained here; GPT-NeoX's names
 
 
@@ -38,7 +39,7 @@ def load_tokenizer(
     """The tokenizer that a recipe names, or else the model's own, or else the one of the model's layout.
 
     config: the model's, whose vocabulary must hold all tokens; None for a model that is yet to be made. texts: what
-    `tokenizer.train` is trained on (`ssm_tune.data.training_texts`). Pads on the right, as training needs it.
+    `tokenizer.train` is trained on (`BoundedTexts`). Pads on the right, as training needs it.
 
     Raises RecipeError, naming tokenizer.name, if there is none; for a chat template that cannot be used, with file and
     line; if it has no eos; if it has more tokens than the model has embeddings.
@@ -113,6 +114,27 @@ def generation_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str 
     if chat_template is not None:
         copied.chat_template = chat_template
     return copied
+
+
+class BoundedTexts:
+    """The first of some texts, of at most so many characters in all (the last one is cut), counted as they are read."""
+
+    def __init__(self, texts: Iterable[str], most: int) -> None:
+        self._texts, self.most = texts, most
+        self.count = self.characters = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            text = text[: self.most - self.characters]
+            self.count += 1
+            self.characters += len(text)
+            yield text
+            if self.characters >= self.most:
+                return
+
+    def __str__(self) -> str:
+        end = "" if self.characters < self.most else ", then no more"
+        return f"trained on the first {self.count:,} texts, {self.characters:,} characters{end}"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

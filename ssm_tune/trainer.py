@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig
 
 from ssm_tune import adapter
+from ssm_tune.data.stream import TokenStream, write_state
 from ssm_tune.distributed_trainer import DistributedTrainer
 from ssm_tune.model import load_model
 from ssm_tune.optimizer import decayed_parameter_names
@@ -72,6 +74,7 @@ class SSMTrainer(DistributedTrainer):
         row_name: names a source row for messages.
         sharding: how to shard the model over the processes; None: each holds it whole.
         checkpoint: what a resumed run goes on from.
+        stream: what is trained on in the place of train_dataset, which then is one row that stands for it.
 
     Raises:
         Stopped: the loss or the gradient norm is not finite, or the disk is full while a checkpoint is written.
@@ -91,7 +94,11 @@ class SSMTrainer(DistributedTrainer):
         callbacks: list[Any] | None = None,
         sharding: Sharding | None = None,
         checkpoint: Path | None = None,
+        stream: TokenStream | None = None,
     ) -> None:
+        self.stream = stream
+        if stream is not None:
+            args.ignore_data_skip = True  # a resumed stream begins where it was; nothing is to be skipped
         args.dataset_kwargs = {"skip_prepare_dataset": True}
         args.remove_unused_columns = False
         args.logging_nan_inf_filter = False  # it would log an average in the place of a NaN
@@ -136,6 +143,10 @@ class SSMTrainer(DistributedTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written at the end; checkpoints need none."""
+
+    def get_train_dataloader(self) -> Any:
+        """The stream's own loader, which deals its rows out to processes and workers itself."""
+        return super().get_train_dataloader() if self.stream is None else self.stream
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         return decayed_parameter_names(model)
@@ -219,10 +230,13 @@ class SSMTrainer(DistributedTrainer):
             means = self.sums["train"].drain(self.accelerator.gather)
             logs.update(means)
             logs.update(self._rates())
+            if self.stream is not None:  # an epoch is max_steps; Trainer counts from where the process began
+                self.state.epoch = self.state.global_step / self.state.max_steps
         for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
             prefix = key.removesuffix("loss")
             for name, value in self.sums["eval"].drain(self.accelerator.gather).items():
                 logs[f"{prefix}{name}"] = value
+            logs[f"{prefix}perplexity"] = math.exp(min(logs[key], 700.0))  # beyond that there is no such number
         self._metrics["train"].clear()
         self._metrics["eval"].clear()
         super().log(logs, start_time)
@@ -257,6 +271,10 @@ class SSMTrainer(DistributedTrainer):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             window = self._window()
+            if self.stream is not None:
+                steps = self.state.global_step - self._initial_global_step
+                position = self.stream.state_at(steps * self.args.gradient_accumulation_steps)
+                write_state(staged, self.args.process_index, position)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
                 if self.state.best_model_checkpoint == str(staged):

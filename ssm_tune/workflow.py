@@ -20,7 +20,9 @@ from ssm_tune import artefacts
 from ssm_tune.adapter import adapter_targets, apply_adapter, check_targets
 from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndResume, StopOnSignal, TuningReport
 from ssm_tune.closing import close_run
-from ssm_tune.data import Collator, PreparedData, prepare_data, training_texts
+from ssm_tune.data import Collator, PreparedData, prepare_data
+from ssm_tune.data.stream import TokenStream, read_state
+from ssm_tune.data.stream_data import is_streamed, prepare_stream
 from ssm_tune.families import family_of, refusals
 from ssm_tune.faults import told
 from ssm_tune.kernels import kernel_report, set_kernel_order
@@ -33,6 +35,7 @@ from ssm_tune.run_folder import RUNNING, RunFolder, Stopped
 from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
 from ssm_tune.sharding import Sharding, describe_processes
+from ssm_tune.shards import trained_tokenizer
 from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
 from ssm_tune.training_arguments import build_arguments, compute_dtype, rows_per_step, world_size
@@ -177,11 +180,11 @@ def _check_itself(recipe: Recipe, trainer: SSMTrainer, *, packing: bool) -> list
     return ["self-check: " + ", ".join(f"{name} {difference:.0e}" for name, difference in found.items())]
 
 
-def _prepare(
-    job: Job, checkpoint: Path | None
-) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
+def _prepare(job: Job, checkpoint: Path | None) -> tuple[PreTrainedTokenizerBase, PreparedData, SFTConfig, list[str]]:
     """All that can be checked before weights are read: arguments, tokenizer, the adapter's targets, data."""
     recipe = job.recipe
+    if is_streamed(recipe.data) and (job.task != "pretrain" or job.rows is not None):
+        raise RecipeError("data.streaming, data.prepared: only ssm-tune pretrain trains on a stream of text.")
     has_eval = job.eval_rows is not None or bool(recipe.data.eval) or recipe.data.eval_fraction is not None
     arguments, defaults = build_arguments(
         recipe, job.task, job.output_dir, has_eval=has_eval, checkpoint=checkpoint, sharding=job.sharding
@@ -192,10 +195,21 @@ def _prepare(
         config = read_config(recipe.model.name, recipe.model.revision)
     else:
         config = None
-    tokenizer = _find_tokenizer(job, config)
+    tokenizer, told = _find_tokenizer(job, config)
+    defaults += told
     packing = _is_packed(job)
     if config is not None:
         _check_model(job, config, packing and recipe.data.isolate)
+    if is_streamed(recipe.data):
+        data = prepare_stream(
+            recipe.data,
+            tokenizer,
+            max_length=arguments.max_length,
+            packing=packing,
+            seed=arguments.seed,
+            max_steps=arguments.max_steps,
+        )
+        return tokenizer, data, arguments, defaults
     data = prepare_data(
         recipe.data,
         tokenizer,
@@ -212,17 +226,20 @@ def _prepare(
     return tokenizer, data, arguments, defaults
 
 
-def _find_tokenizer(job: Job, config: Any) -> PreTrainedTokenizerBase:
-    section = job.recipe.tokenizer
+def _find_tokenizer(job: Job, config: Any) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The tokenizer, and what is to be said of one that was made here."""
+    section, data = job.recipe.tokenizer, job.recipe.data
     if job.tokenizer is not None:
-        return adopt_tokenizer(job.tokenizer, section, config)
+        return adopt_tokenizer(job.tokenizer, section, config), []
+    if section.train:
+        checkpoint = RunFolder(job.output_dir).last_checkpoint() if job.resume else None
+        return trained_tokenizer(section, data, job.task, job.rows, checkpoint)
     name = job.recipe.model.name
     if job.model is not None and section.name is None:
         name = job.model.config.name_or_path or None
         if name is None:
             raise RecipeError("tune(): the model has no name that leads to a tokenizer. Pass tokenizer=.")
-    texts = training_texts(job.recipe.data, job.task, job.rows) if section.train else None
-    return load_tokenizer(section, name, job.recipe.model.revision, config=config, texts=texts)
+    return load_tokenizer(section, name, job.recipe.model.revision, config=config), []
 
 
 def _check_model(job: Job, config: Any, isolated: bool) -> None:
@@ -305,6 +322,19 @@ def _build_trainer(
     _switch_off_router_loss(model.config, arguments)
     disable_progress_bar()  # transformers' own, for every file that a checkpoint writes
     start = StartAndResume(checkpoint)
+    collator = Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None)
+    stream = None
+    if data.stream is not None:
+        stream = TokenStream(
+            data.stream,
+            arguments.train_batch_size,
+            collator,
+            rank=arguments.process_index,
+            world_size=arguments.world_size,
+            workers=arguments.dataloader_num_workers,
+            accumulation=arguments.gradient_accumulation_steps,
+            state=None if checkpoint is None else read_state(checkpoint),
+        )
     trainer = SSMTrainer(
         model,
         arguments,
@@ -312,8 +342,9 @@ def _build_trainer(
         tokenizer=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.eval,
-        collator=Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None),
-        row_name=data.row_name,
+        collator=collator,
+        row_name=data.row_name if stream is None else stream.row_name,
+        stream=stream,
         callbacks=[start, GradientCheck(), signals, TuningReport(), Recorder(folder), job.bar],
         sharding=job.sharding,
         checkpoint=checkpoint,

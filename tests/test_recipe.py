@@ -96,7 +96,7 @@ ONE_MISTAKE = {
     "hub: {repo: me/x}": "hub.repo is not used without hub.push",
     "hub: {push: adapter, repo: me/x}": "hub.push cannot be adapter: a full fine-tune has none",
     "hub: {push: merged, repo: a/b/c}": 'hub.repo must be owner/name, not "a/b/c"',
-    "tokenizer: {vocab_size: 1000}": "tokenizer.vocab_size needs tokenizer.train: true",
+    "tokenizer: {vocab_size: 1000}": "tokenizer.vocab_size needs tokenizer.train: bpe",
     "tokenizer: {chat_template: gone.jinja}": "tokenizer.chat_template gone.jinja does not exist",
     "tokenizer: {train: true}": "tokenizer.train makes a new vocabulary, which a checkpoint (model.name) has no",
     "evaluation: {tasks: hellaswag}": "evaluation.tasks must be a list of text, not the text",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from ssm_tune.data.blocks import StreamPlan
+
 logger = logging.getLogger(__name__)
 
 Task = Literal["sft", "pretrain"]
@@ -60,6 +62,10 @@ class DataReport:
             found.append(f"held out: {self.eval.lines()[0]}")
         return [*found, *self.notes, *(f"held out: {note}" for note in (self.eval.notes if self.eval else []))]
 
+    def figures(self) -> dict[str, Any]:
+        """The report for the model card."""
+        return {"rows": self.rows, "tokens": self.tokens, "loss tokens": self.loss_tokens, "notes": self.notes}
+
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
@@ -79,6 +85,7 @@ class PreparedData:
     chat_template: str | None
     end_markers: list[str]
     sources: list[Source] = field(repr=False)
+    stream: StreamPlan | None = field(default=None, repr=False)  # what is trained on in the place of `train`
 
     def row_name(self, row: int) -> str:
         """The name of a source row for messages, such as "rows.jsonl, line 3"; `row` as in the column `rows`."""
@@ -237,6 +244,12 @@ def _written_as(encoder: Encoder) -> list[str]:
 
 
 # -- lengths and rows ------------------------------------------------------------------------------------------------
+
+
+def lay_out_held_out(documents: Documents, max_length: int, isolate: bool, seed: int) -> tuple[Dataset, DataReport]:
+    """A stream's documents for evaluation, packed as its rows are. Raises RecipeError if none can be used."""
+    layout = _Layout("pretrain", max_length, True, isolate, "cut", seed, 1)
+    return _lay_out(documents, layout, "the held-out data")
 
 
 def _lay_out(documents: Documents, layout: _Layout, name: str) -> tuple[Dataset, DataReport]:

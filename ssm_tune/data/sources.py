@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -132,7 +133,7 @@ def _open(source: DataSource, where: str) -> Iterator[Source]:
         yield _cut(Source(where, source.path, "row", lambda: _read_demo(source.path, name)), name, part)
         return
     columns = dict(source.columns) if source.columns else None
-    if path.exists() or _is_a_path(source.path):
+    if path.exists() or is_a_path(source.path):
         try:
             files = list_files(path, name)
         except OSError as error:
@@ -153,8 +154,21 @@ def _read_demo(name: str, split: str) -> Iterator[NumberedRow]:
         yield number, {column: value for column, value in row.items() if column != "topic"}
 
 
-def _is_a_path(path: str) -> bool:
+def is_a_path(path: str) -> bool:
     return path.startswith(("./", "../", "/", "~")) or path.lower().endswith((*SUFFIXES, ".gz", ".zst"))
+
+
+def bounded_part(split: str, where: str) -> tuple[str, int, int | None]:
+    """The name of a split and which of its rows: "validation[:100]" is ("validation", 0, 100); for streams.
+
+    Raises RecipeError for shares ([:1%]) and for places counted from the end, which a stream does not know.
+    """
+    found = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", split)
+    if not found:
+        raise RecipeError(
+            f"{where}.split: {split!r} of a stream is a name, or a part in rows such as validation[:1000]."
+        )
+    return found[1], int(found[2] or 0), int(found[3]) if found[3] else None
 
 
 def _reader(file: Path) -> Callable[[], Iterator[NumberedRow]]:
@@ -191,10 +205,9 @@ def _read_hub(source: DataSource, where: str) -> Iterator[NumberedRow]:
 
 def _load_hub(source: DataSource, where: str) -> Dataset:
     from datasets import get_dataset_config_names, load_dataset
-    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     name, _, subset = source.path.partition(":")
-    try:
+    with hub_errors(source.path, source.split, where):
         try:
             return load_dataset(name, subset or None, split=source.split)
         except ValueError as error:
@@ -205,17 +218,30 @@ def _load_hub(source: DataSource, where: str) -> Dataset:
         if not usual:
             raise RecipeError(f"{where}.path: {name} has several subsets; write {name}:{subsets[0]}, one of {subsets}.")
         return load_dataset(name, usual[0], split=source.split)
+
+
+@contextmanager
+def hub_errors(path: str, split: str, where: str) -> Iterator[None]:
+    """While inside, what `datasets` raises becomes a RecipeError that names the recipe's entry `where`."""
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    try:
+        yield
     except DatasetNotFoundError as error:
         raise RecipeError(
-            f"{where}.path: {source.path} is neither a file here nor a data set on the Hub that you may read"
-            f"{_near_files(source.path)}. ({_first_line(error)})"
+            f"{where}.path: {path} is neither a file here nor a data set on the Hub that you may read"
+            f"{_near_files(path)}. ({_first_line(error)})"
         ) from error
     except RecipeError:
         raise
     except (ValueError, OSError, RuntimeError, DatasetsError) as error:
+        if "zst" in str(error) and "ompression" in str(error):
+            raise RecipeError(
+                f"{where}.path: {path} is compressed by zstandard, which needs a package: pip install zstandard."
+            ) from error
         raise RecipeError(
-            f"{where}.path: {source.path} (split {source.split}) could not be loaded from the Hub"
-            f"{_near_files(source.path)}: {_first_line(error)}"
+            f"{where}.path: {path} (split {split}) could not be loaded from the Hub"
+            f"{_near_files(path)}: {_first_line(error)}"
         ) from error
 
 
