@@ -39,6 +39,8 @@ _ARGUMENTS = {  # MambaArgs -> state-spaces' config.json
     "pad_vocab_size_multiple": "pad_vocab_size_multiple",
     "tie_embeddings": "tie_embeddings",
 }
+# How many tokens are computed at once, and how a new model begins: no part of what a checkpoint computes.
+_NO_MATTER = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor")
 # transformers' conversion of Codestral leaves Mamba2Config's own defaults, which are these.
 _TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
@@ -87,7 +89,7 @@ def express(config: PreTrainedConfig) -> dict[str, Any]:
     mistakes = [
         f"{field} is {getattr(config, field)}, which Mistral's params.json cannot express: it has {default}."
         for field, default in original_config.changed_fields(original["ssm_cfg"])
-        if field != "n_groups"
+        if field not in ("n_groups", *_NO_MATTER)
     ]
     if mistakes:
         raise RecipeError(mistakes)

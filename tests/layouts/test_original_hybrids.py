@@ -75,6 +75,20 @@ def test_a_hybrid_computes_what_the_original_does_and_goes_back(tmp_path: Path, 
     assert {**again, "attn_cfg": {}} == {**config, **rounded, "attn_cfg": {}}
 
 
+def test_a_hybrid_that_megatron_can_express_goes_there_and_back(tmp_path: Path) -> None:
+    """No convolution of q, k and v, and none of the switches that Megatron lacks."""
+    attention = {"causal": True, "head_dim": 8, "num_heads": 4, "num_heads_kv": 2, "rotary_emb_dim": 4}
+    attention |= {"qkv_proj_bias": False, "out_proj_bias": False}
+    ssm = {"layer": "Mamba2", "d_state": 8, "headdim": 16, "chunk_size": 16, "ngroups": 2}
+    config, tensors = original_hybrid(attn_cfg=attention, ssm_cfg=ssm, d_intermediate=128)
+    convert(write(tmp_path / "o", config, tensors), tmp_path / "m", to="megatron", tp=2, pp=3)
+    back = convert(tmp_path / "m", tmp_path / "back", to="state-spaces")
+    written = torch.load(back / "pytorch_model.bin", weights_only=True)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], value) for name, value in tensors.items())
+    assert json.loads((back / "config.json").read_text())["ssm_cfg"] == ssm
+
+
 @pytest.mark.parametrize(
     ("gone", "named"),
     [
