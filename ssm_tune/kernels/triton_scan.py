@@ -26,7 +26,7 @@ from ssm_tune.kernels.triton_scan_forward import forward_kernel
 from ssm_tune.kernels.triton_scan_pieces import carry_kernel, ends_kernel, reverse_ends_kernel
 from ssm_tune.kernels.triton_scan_steps import prepare_kernel
 
-_MOST_STATES = 128  # more would not fit into registers
+_MOST_STATES = 64  # more would not fit into registers
 
 
 class Arrangement(NamedTuple):
@@ -69,7 +69,7 @@ def selective_scan(
     """The operation of `ssm_tune.kernels.selective_scan`; everything is computed in float32.
 
     Raises:
-        Unsupported: float64, or more than 128 states.
+        Unsupported: float64, or more than 64 states.
     """
     if torch.float64 in {x.dtype, dt.dtype}:
         raise Unsupported("float64 is computed by the reference only")
@@ -168,16 +168,20 @@ class _Row(NamedTuple):
         return {
             "STATES": self.A.shape[0],
             "BLOCK": arrangement.block,
-            "GROUP": arrangement.group,
+            "GROUP": self.group(arrangement),
             "EVEN": self.x.shape[2] % arrangement.block == 0,
             "HAS_BIAS": self.bias is not None,
             "SOFTPLUS": self.softplus,
             "HAS_CODES": self.codes is not None,
             "SPREAD": arrangement.spread,
             "unit": 1,
-            "num_warps": max(1, arrangement.block // 32) if not arrangement.spread else 1,
+            "num_warps": 1,
             **({} if arrangement.registers is None else {"maxnreg": arrangement.registers}),
         }
+
+    def group(self, arrangement: Arrangement) -> int:
+        """Tokens of a group: fewer where there are many states, all of which are kept in registers for each."""
+        return max(1, min(arrangement.group, 64 // self.A.shape[0]))
 
     def pieces(self, arrangement: Arrangement) -> tuple[int, int]:
         """How many pieces a row is cut into, and the tokens of each (whole segments)."""
@@ -233,7 +237,7 @@ def run_forward(
     state after the row, (batch, STATES, dim)."""
     batch, length, dim = row.x.shape
     most, padded, settings = row.A.shape[0], row.padded, row.settings(arrangement)
-    pieces, tokens = row._replace().pieces(arrangement._replace(segment=max(segment, arrangement.segment)))
+    pieces, tokens = row.pieces(arrangement._replace(segment=max(segment, arrangement.segment)))
     segments = triton.cdiv(padded, segment)
     y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
     kept = row.A.new_empty((batch, segments, most, dim) if keep else (1,))
@@ -288,7 +292,7 @@ def run_backward(
     dA = row.A.new_empty((batch, pieces, most, dim) if need_A else (1,))
     dD, dbias = row.A.new_empty(batch, pieces, dim), row.A.new_empty(batch, pieces, dim)
     dfirst = row.A.new_empty(batch, most, dim)
-    scratch = row.A.new_empty(batch * pieces * blocks, segment // arrangement.group, most, arrangement.block)
+    scratch = row.A.new_empty(batch * pieces * blocks, segment // row.group(arrangement), most, arrangement.block)
     backward_kernel[(blocks, pieces, batch)](
         row.x, row.dt, z, dy, row.A, BC, D, bias, *common, kept, _or(last, BC), scratch,
         dx, ddt, _or(dz, dx), dBC, dA, dD, dbias, dfirst,

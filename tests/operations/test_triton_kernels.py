@@ -100,7 +100,7 @@ def test_scan_in_pieces_on_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "state"), [(1, 1), (33, 5), (128, 16), (129, 32), (8, 128)])
+@pytest.mark.parametrize(("dim", "state"), [(1, 1), (33, 5), (128, 16), (129, 32), (8, 64)])
 def test_scan_of_any_size_on_a_gpu(triton_scan: ModuleType, dim: int, state: int) -> None:
     tensors = scan_tensors(batch=1, length=19, dim=dim, state=state)
     settings: dict[str, Any] = {"wide": WIDE, "device": "cuda"}
