@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.deprecation import deprecate_kwarg
@@ -40,7 +41,8 @@ class Block(Patched):
         before.
         """
         residual = hidden_states.float() if self.residual_in_fp32 else hidden_states
-        return residual + self.mixer(self.norm(residual), cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
+        normed = _normalise(self.norm, residual)
+        return residual + self.mixer(normed, cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
 
 
 class Backbone(Patched):
@@ -161,6 +163,13 @@ class CausalLM(Patched):
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+
+def _normalise(norm: nn.Module, x: Tensor) -> Tensor:
+    """`norm(x)` as one call of PyTorch's, which keeps x for backward; the stock module keeps x normalised as well."""
+    if "variance_epsilon" not in vars(norm):  # wrapped, by an adapter that trains it
+        return norm(x)
+    return F.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.variance_epsilon)
 
 
 def _output_class(model: Patched, ending: str, output_ending: str) -> type:

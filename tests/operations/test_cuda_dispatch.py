@@ -12,13 +12,23 @@ from types import ModuleType
 import pytest
 import stand_ins
 import torch
-from comparison import DOCUMENTS, assert_equals_reference, conv_tensors, draw, scan_tensors, seq_idx_of, ssd_tensors
+from comparison import (
+    DOCUMENTS,
+    assert_equals_reference,
+    block_tensors,
+    conv_tensors,
+    draw,
+    scan_tensors,
+    seq_idx_of,
+    ssd_tensors,
+    without_state,
+)
 
 from ssm_tune import kernels
 from ssm_tune.kernels import backends, documents
 from ssm_tune.kernels.backends import Unsupported
 
-OURS = ("mamba_ssm_scan", "mamba_ssm_ssd", "mamba_ssm_norm", "causal_conv1d_cuda")
+OURS = ("mamba_ssm_scan", "mamba_ssm_ssd", "mamba_ssm_block", "mamba_ssm_norm", "causal_conv1d_cuda")
 WIDE = ("A", "D", "dt_bias", "initial_state")
 
 
@@ -385,3 +395,57 @@ def test_what_is_found_about_documents() -> None:
     assert found.gaps
     assert not documents.find_documents(seq_idx[:1].clone()).gaps
     assert documents.find_documents(seq_idx[1:, 3:].clone()).is_padding is None
+
+
+BLOCK = {"head_dim": 8, "groups": 2, "group_size": 32, "chunk_size": 16}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_ssd_block(documents: str) -> None:
+    check_ssd_block(documents)
+    fused = documents != "padding on both sides and between"  # over which the convolution's kernel cannot reach
+    assert ("mamba_split_conv1d_scan_combined" in stand_ins.CALLS) == fused
+
+
+@pytest.mark.parametrize(
+    ("without", "settings"),
+    [
+        ((), {"norm_before_gate": True}),
+        (("norm_weight",), {}),
+        (("conv_bias",), {"dt_limit": (0.01, 0.2)}),
+        ((), {"group_size": None}),  # a norm over more than the heads of a group of B and C: in parts
+    ],
+)
+def test_ssd_block_with_other_arguments(without: tuple[str, ...], settings: dict[str, object]) -> None:
+    check_ssd_block("padding right", without, **settings)
+    assert ("mamba_split_conv1d_scan_combined" in stand_ins.CALLS) == ("group_size" not in settings)
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_ssd_block_of_widths_that_are_not_multiples_of_eight(heads: int) -> None:
+    check_ssd_block("start in the middle", heads=heads, groups=1, group_size=heads * 8)
+    assert "mamba_split_conv1d_scan_combined" not in stand_ins.CALLS
+
+
+def test_ssd_block_beyond_32_bit_offsets_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours("mamba_ssm_block"), "_LARGEST", 2 * 67 * 168)
+    check_ssd_block("start in the middle")
+    assert "mamba_split_conv1d_scan_combined" not in stand_ins.CALLS
+
+
+def check_ssd_block(
+    documents: str, without: tuple[str, ...] = (), heads: int = 8, groups: int = 2, **more: object
+) -> None:
+    tensors = block_tensors(heads=heads, groups=groups, without=without)
+    settings = BLOCK | {"seq_idx": seq_idx_of(documents), "groups": groups} | more
+    function = without_state(ours("mamba_ssm_block").ssd_block)
+    assert_equals_reference("ssd_block", function, tensors, tolerance=5e-5, **settings)  # the norm enlarges rounding
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [(None, "mamba_ssm"), (["chunked"], "parts"), (["pytorch"], "parts"), (["reference"], "reference")],
+)
+def test_an_order_for_a_part_holds_for_the_block(as_if_cuda: None, order: list[str] | None, expected: str) -> None:
+    kernels.set_kernel_order(order)
+    assert kernels.kernel_report("cpu", ["ssd_block"])[0].backend == expected

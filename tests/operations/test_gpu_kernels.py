@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import DOCUMENTS, assert_equals_reference, conv_tensors, draw, scan_tensors, seq_idx_of, ssd_tensors
+from comparison import (
+    DOCUMENTS,
+    assert_equals_reference,
+    block_tensors,
+    conv_tensors,
+    draw,
+    scan_tensors,
+    seq_idx_of,
+    ssd_tensors,
+    without_state,
+)
 from torch import Tensor
 
 from ssm_tune import kernels
@@ -34,7 +44,7 @@ def required_kernels() -> Iterator[None]:
 
 def test_every_operation_has_its_kernel() -> None:
     for choice in kernels.kernel_report("cuda"):
-        assert choice.backend in ("mamba_ssm", "causal_conv1d"), choice
+        assert choice.backend in ("mamba_ssm", "causal_conv1d", "triton"), choice
         assert choice.reason == "", choice
 
 
@@ -56,8 +66,12 @@ def test_selective_scan(documents: str, dtype: torch.dtype) -> None:
     assert_equals_reference("selective_scan", scan_without_state_gradient, tensors, dtype, tolerance, **settings)
 
 
-@pytest.mark.parametrize("without", [("initial_state",), ("z", "initial_state"), ("D",), ("D", "z", "dt_bias")])
-@pytest.mark.parametrize("length", [1, 67, 2049, 4100])
+OPTIONAL = [("initial_state",), ("z", "initial_state"), ("D",), ("D", "z", "dt_bias")]
+# The reference goes token by token: few long rows.
+LONG = [(2049, OPTIONAL[1]), (2049, OPTIONAL[2]), (4100, OPTIONAL[0])]
+
+
+@pytest.mark.parametrize(("length", "without"), [*((n, without) for n in (1, 67) for without in OPTIONAL), *LONG])
 def test_selective_scan_with_optional_arguments(length: int, without: tuple[str, ...]) -> None:
     tensors = scan_tensors(length=length, dim=24, without=without)
     seq_idx = torch.arange(length).div(400, rounding_mode="floor").int().expand(2, -1).contiguous()
@@ -76,9 +90,17 @@ def test_ssd_scan(documents: str, dtype: torch.dtype) -> None:
     assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, dtype, tolerance, **settings)
 
 
-@pytest.mark.parametrize("without", [("initial_state",), ("D", "dt_bias", "initial_state"), ()])
 @pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (0.01, 0.2)])
-@pytest.mark.parametrize("length", [1, 300, 1025])
+@pytest.mark.parametrize(
+    ("length", "without"),
+    [
+        (1, ("initial_state",)),
+        (300, ("D", "dt_bias", "initial_state")),
+        (300, ("initial_state",)),
+        (300, ()),
+        (1025, ()),
+    ],
+)
 def test_ssd_scan_over_several_chunks(length: int, without: tuple[str, ...], dt_limit: tuple[float, float]) -> None:
     tensors = ssd_tensors(length=length, heads=4, head_dim=64, groups=1, state=128, without=without)
     seq_idx = torch.arange(length).div(120, rounding_mode="floor").int().expand(2, -1).contiguous()
@@ -96,6 +118,72 @@ def test_ssd_scan_in_pieces_with_the_state_carried(monkeypatch: pytest.MonkeyPat
     settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda"}
     monkeypatch.setattr(mamba_ssm_ssd, "piece_that_fits", lambda *inputs: (1, 256))
     assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, **settings)
+
+
+@both_dtypes
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_ssd_block(documents: str, dtype: torch.dtype) -> None:
+    if documents == GAPS:
+        kernels.set_kernel_order(None)  # done in parts, the convolution in PyTorch
+    check_ssd_block(seq_idx_of(documents), dtype, heads=8, head_dim=16, groups=2, state=32)
+
+
+@pytest.mark.parametrize(
+    ("without", "more"),
+    [
+        (("norm_weight",), {}),
+        (("conv_bias",), {"norm_before_gate": True}),
+        ((), {"dt_limit": (0.01, 0.2)}),
+        ((), {"chunk_size": 16}),
+    ],
+)
+def test_ssd_block_over_several_chunks(without: tuple[str, ...], more: dict[str, Any]) -> None:
+    seq_idx = torch.arange(300).div(70, rounding_mode="floor").int().expand(2, -1).contiguous()
+    seq_idx[:, -5:] = -1
+    sizes = {"length": 300, "heads": 8, "head_dim": 64, "groups": 1, "state": 128, "without": without}
+    check_ssd_block(seq_idx, torch.float32, **sizes, more=more)
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_ssd_block_of_widths_that_are_not_multiples_of_eight(heads: int) -> None:
+    """Four heads: the row's width alone. Three of four channels: the convolution's too, which PyTorch does then."""
+    kernels.set_kernel_order(None)
+    sizes = {"heads": heads, "head_dim": 16 if heads == 4 else 4, "groups": 1, "state": 16}
+    check_ssd_block(seq_idx_of("start in the middle"), torch.float32, **sizes)
+
+
+def check_ssd_block(
+    seq_idx: Tensor | None, dtype: torch.dtype, more: dict[str, Any] | None = None, **sizes: Any
+) -> None:
+    settings = {"head_dim": sizes["head_dim"], "groups": sizes["groups"], "seq_idx": seq_idx, "chunk_size": 64}
+    settings |= {"group_size": sizes["heads"] * sizes["head_dim"] // sizes["groups"]} | (more or {})
+    function = without_state(kernels.ssd_block)
+    # The norm enlarges rounding.
+    tolerance = 3 * TF32 if dtype == torch.float32 else 2 * BFLOAT16
+    settings |= {"wide": WIDE, "device": "cuda"}
+    assert_equals_reference("ssd_block", function, block_tensors(**sizes), dtype, tolerance, **settings)
+
+
+def test_ssd_block_of_a_row_beyond_32_bit_offsets() -> None:
+    """Done in parts: the last document of a row of more than 2^31 numbers is what it is alone, forward and backward."""
+    heads, head_dim, state, tail = 64, 64, 64, 1000
+    dim, channels = heads * head_dim, heads * head_dim + 2 * state
+    width = dim + channels + heads
+    length = 2**31 // width + 3 * tail
+    row = torch.randn(1, length, width, device="cuda", dtype=torch.bfloat16)
+    vectors = {"conv_weight": torch.randn(channels, 4, device="cuda", dtype=torch.bfloat16) / 2, "conv_bias": None}
+    vectors |= {"A": -torch.rand(heads, device="cuda") - 0.1, "D": torch.rand(heads, device="cuda")}
+    vectors |= {"dt_bias": torch.rand(heads, device="cuda") - 2, "norm_weight": torch.rand(dim, device="cuda")}
+    seq_idx = torch.zeros(1, length, dtype=torch.int32, device="cuda")
+    seq_idx[:, -tail:] = 1
+    alone = row[:, -tail:].clone().requires_grad_()
+    expected = kernels.ssd_block(alone, **vectors, head_dim=head_dim, groups=1)
+    y = kernels.ssd_block(row.requires_grad_(), **vectors, head_dim=head_dim, groups=1, seq_idx=seq_idx)[:, -tail:]
+    torch.testing.assert_close(y, expected, rtol=BFLOAT16, atol=BFLOAT16)
+    slope = torch.randn_like(expected)
+    (gradient,), (truth,) = torch.autograd.grad(y, row, slope), torch.autograd.grad(expected, alone, slope)
+    torch.testing.assert_close(gradient[:, -tail:], truth, rtol=5e-2, atol=5e-2)
+    assert not gradient[:, :-tail].any()
 
 
 @both_dtypes
