@@ -21,7 +21,6 @@ from ssm_tune.recipe import RecipeError
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
-    ("torch", "Tensor"): torch.Tensor,
     ("torch._utils", "_rebuild_tensor"): torch._utils._rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
@@ -116,7 +115,19 @@ class _Hostile(Exception):
     """A global that only an attack has."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own in Python, which unlike the one in C lets what a state is put into be looked at."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Give an object its state: not a function or a class, which the whole process shares."""
+        if not isinstance(self.stack[-2], Inert | collections.OrderedDict | torch.Tensor):
+            raise _Hostile(f"a state for {self.stack[-2]!r}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         root = module.split(".")[0]
         if root in _HOSTILE or (root in ("builtins", "__builtin__") and name in _HOSTILE_BUILTINS):

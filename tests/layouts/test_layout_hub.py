@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_files import write_megatron
 from original_layouts import write_mistral, write_state_spaces
 from tiny import tiny_model
 
@@ -106,6 +107,16 @@ def publish(hub: Hub, name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     hub.folders[name] = folder
     return folder
+
+
+def test_the_ranks_of_megatron(hub: Hub, tmp_path: Path) -> None:
+    stock = tiny_model("mamba2", n_groups=2, vocab_size=256)
+    folder = write_megatron(publish(hub, "nvidia/mamba2", tmp_path / "repo"), stock, 2, release=True)
+    (folder / "README.md").write_text("a card")
+    model = load_model("nvidia/mamba2")
+    assert all(torch.equal(value, stock.state_dict()[name]) for name, value in model.state_dict().items())
+    ranks = [f"release/mp_rank_{rank:02d}/model_optim_rng.pt" for rank in range(2)]
+    assert sorted(hub.fetched) == ["latest_checkpointed_iteration.txt", *ranks]
 
 
 def test_only_hugging_faces_files_of_a_repository_with_two_layouts(hub: Hub, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from ssm_tune.architectures.configs import Mamba2HybridConfig
 from ssm_tune.conversion import convert
 from ssm_tune.layouts import detect, open_checkpoint
+from ssm_tune.layouts.inert_pickle import read_inertly
 from ssm_tune.model import load_model
 from ssm_tune.recipe import RecipeError
 
@@ -292,6 +293,17 @@ def test_a_pickle_that_would_run_code_is_not_run(
     rewrite(tmp_path, rng_state=Trap(*call))
     assert "names code to run" in refusal(tmp_path)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_pickle_that_would_change_a_function_is_refused(tmp_path: Path) -> None:
+    """What makes tensors is found, but may not be given new attributes."""
+    import torch._utils
+
+    path = tmp_path / "file"
+    path.write_bytes(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x05\x00\x00\x00evilrK\x01s\x86b.")
+    with pytest.raises(RecipeError, match=r"names code to run \(a state for"):
+        read_inertly(path)
+    assert not hasattr(torch._utils._rebuild_tensor_v2, "evilr")
 
 
 def test_what_is_unknown_in_a_pickle_does_nothing(tmp_path: Path) -> None:
