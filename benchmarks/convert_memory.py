@@ -56,7 +56,7 @@ def write_model(folder: Path, config: PreTrainedConfig) -> int:
 
     for name, value in weights.items():
         count = value.numel()
-        tensor = block.repeat(-(-count // len(block)))[:count].reshape(value.shape).contiguous()
+        tensor = block.repeat(-(-count // len(block)))[:count].reshape(value.shape).clone()
         if size + tensor.nbytes > SHARD:
             flush()
             shards.append({})
