@@ -49,6 +49,7 @@ def measure_source(
     if perplexity is None and (window is not None or stride is not None):
         raise RecipeError("window and stride are settings of --perplexity.")
     from ssm_tune.outputs.evaluate import evaluate_model, find_tasks
+    from ssm_tune.outputs.model_card import add_results
     from ssm_tune.outputs.perplexity import LONGEST, find_texts, format_perplexity, measure_perplexity, write_perplexity
     from ssm_tune.outputs.run import load_source
 
@@ -87,6 +88,8 @@ def measure_source(
         print(format_results(results))
         if folder is not None:
             _say_written(RunFolder(folder).write_json("eval.json", results))
+    if folder is not None and folder == Path(source):
+        add_results(folder)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssm_tune.adapter import CONFIG_FILE, read_adapter_config
 from ssm_tune.families import family_of
+from ssm_tune.outputs.card_results import read_results, results_table
+from ssm_tune.outputs.vllm import vllm_use
 from ssm_tune.run_folder import RunFolder
 from ssm_tune.ssm_parameters import SSM_FILE
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _USE = re.compile(r"<!-- use -->\n.*?<!-- /use -->", re.DOTALL)
+_RESULTS = re.compile(r"<!-- results -->\n.*?<!-- /results -->", re.DOTALL)
+_LAST_LINE = "Made with ssm-tune."
+# A token of the Hub that somebody wrote into a recipe or a command.
+_SECRET = re.compile(r"hf_[A-Za-z0-9_]{8,}")
 
 
 def write_card(
@@ -48,9 +55,11 @@ def write_card(
     text = environment.get_template("model_card.jinja").render(
         title=folder.resolve().name,
         summary=_summary(adapted, base_model, model_type, task),
-        use=_use_text(environment, use, folder.resolve().name, base_model, missing),
-        command=command,
-        recipe=recipe.strip(),
+        use=_use_text(
+            environment, use, folder.resolve().name, base_model, missing, _vllm(folder, model_type, base_model)
+        ),
+        command=_SECRET.sub("hf_...", command),
+        recipe=_SECRET.sub("hf_...", recipe.strip()),
         data=_rows(data),
         metrics=_rows(metrics),
         has_plot=(folder / "loss.png").exists(),
@@ -64,7 +73,7 @@ def write_merged_card(folder: Path, run: Path) -> Path:
     """The card of a merged model: the run's, with the way to use it changed. Without a card in the run, a short one."""
     environment = _environment()
     name = run.resolve().name
-    use = _use_text(environment, "whole_model", "merged", None, "")
+    use = _use_text(environment, "whole_model", "merged", None, "", _vllm(folder, _model_type(folder), None, "merged"))
     source = run / "README.md"
     if source.exists():
         card = ModelCard(source.read_text(encoding="utf-8"))
@@ -79,6 +88,34 @@ def write_merged_card(folder: Path, run: Path) -> Path:
     return RunFolder(folder).write_text("README.md", f"---\n{header.to_yaml()}\n---\n{text}")
 
 
+def add_results(folder: str | Path, source: str | Path | None = None) -> Path | None:
+    """Put what was measured into a folder's card: the table, and the front matter's model-index.
+
+    Args:
+        source: where eval.json and perplexity.json are; None: in the folder.
+
+    Returns:
+        The card; None if there is no card or nothing was measured.
+    """
+    folder = Path(folder)
+    card, results = folder / "README.md", read_results(source or folder)
+    if not card.is_file() or not results:
+        return None
+    found = ModelCard(card.read_text(encoding="utf-8"))
+    found.data.model_name = found.data.model_name or Path(source or folder).resolve().name
+    found.data.eval_results = results
+    block = f"<!-- results -->\n{results_table(results)}\n<!-- /results -->"
+    text = found.text
+    if _RESULTS.search(text):
+        text = _RESULTS.sub(lambda _: block, text)
+    elif _LAST_LINE in text:
+        before, _, after = text.rpartition(_LAST_LINE)
+        text = f"{before}{block}\n\n{_LAST_LINE}{after}"
+    else:
+        text = f"{text.rstrip()}\n\n{block}\n"
+    return RunFolder(folder).write_text("README.md", f"---\n{found.data.to_yaml()}\n---\n{text}")
+
+
 def _environment() -> Environment:
     return Environment(
         loader=PackageLoader("ssm_tune.outputs", "cards"),
@@ -90,9 +127,28 @@ def _environment() -> Environment:
     )
 
 
-def _use_text(environment: Environment, use: str, name: str, base_model: str | None, missing: str) -> str:
-    base = base_model if is_hub_name(base_model) else "path/to/the/base_model"
-    return environment.get_template(f"{use}.jinja").render(name=name, base=base, missing=missing).strip()
+def _use_text(environment: Environment, use: str, name: str, base_model: str | None, missing: str, vllm: str) -> str:
+    text = environment.get_template(f"{use}.jinja").render(name=name, base=_base_name(base_model), missing=missing)
+    return f"{text.strip()}\n\n{vllm}".strip()
+
+
+def _base_name(base_model: str | None) -> str:
+    return str(base_model) if is_hub_name(base_model) else "path/to/the/base_model"
+
+
+def _vllm(folder: Path, model_type: str | None, base_model: str | None, name: str | None = None) -> str:
+    if model_type is None:
+        return ""
+    adapter = read_adapter_config(folder) if (folder / CONFIG_FILE).exists() else None
+    more = (folder / SSM_FILE).exists()
+    name = folder.resolve().name if name is None else name
+    return vllm_use(model_type, name, _base_name(base_model), adapter, more_weights=more)
+
+
+def _model_type(folder: Path) -> str | None:
+    """Of the config in a folder, if there is one."""
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8"))["model_type"] if file.exists() else None
 
 
 def _summary(adapted: bool, base_model: str | None, model_type: str, task: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ssm_tune.outputs.evaluate import evaluate_model
 from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, open_finished_run, read_metrics
 from ssm_tune.outputs.generate import generate_text
 from ssm_tune.outputs.merge import merge_run
-from ssm_tune.outputs.model_card import is_hub_name
+from ssm_tune.outputs.model_card import add_results, is_hub_name
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import RunFolder
 
@@ -32,7 +32,6 @@ class Run:
     tokenizer: Any
     metrics: dict[str, Any]
     output_dir: Path
-    _decoder: Decoder = field(default_factory=Decoder, init=False, repr=False, compare=False)
 
     @classmethod
     def load(cls, folder: str | Path, **model_keys: Any) -> Run:
@@ -63,12 +62,14 @@ class Run:
         Raises:
             RecipeError: an empty prompt or an impossible setting.
         """
-        return generate_text(self.model, self.tokenizer, prompt, decoder=self._decoder, **settings)
+        decoder = vars(self).setdefault("_decoder", Decoder())  # kept from prompt to prompt
+        return generate_text(self.model, self.tokenizer, prompt, decoder=decoder, **settings)
 
     def evaluate(self, tasks: str | Sequence[str], limit: int | float | None = None, **settings: Any) -> dict[str, Any]:
         """Run lm-eval tasks, write eval.json (lm-eval's schema), and return the same; see `evaluate_model`."""
         results = evaluate_model(self.model, self.tokenizer, tasks, limit=limit, **settings)
         RunFolder(self.output_dir).write_json("eval.json", results)
+        add_results(self.output_dir)
         return results
 
     def measure_perplexity(self, data: Any, **settings: Any) -> dict[str, Any]:
@@ -79,6 +80,7 @@ class Run:
 
         found = measure_perplexity(self.model, self.tokenizer, data, **settings)
         write_perplexity(self.output_dir, found)
+        add_results(self.output_dir)
         return found
 
     def merge(self, path: str | Path | None = None, dtype: str | torch.dtype | None = None) -> Path:
@@ -118,6 +120,7 @@ class Run:
                     "Push what='merged', or push the base model too.",
                     finished.base_name,
                 )
+        add_results(folder, self.output_dir)  # it may have been merged before it was measured
         return push_folder(folder, repo, private=private, message=f"Upload {what} with ssm-tune")
 
 

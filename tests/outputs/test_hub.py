@@ -2,89 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hub_server import TOKEN, Hub
 from huggingface_hub import constants
 
 from ssm_tune.outputs.hub import push_folder
 from ssm_tune.outputs.run import Run
 from ssm_tune.recipe import RecipeError
-
-TOKEN = "hf_very_secret"
-
-
-class Hub(ThreadingHTTPServer):
-    """Repositories by name, each a list of commits: path -> contents. `refuse`: a path part -> the status it gets."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.repositories: dict[str, list[dict[str, bytes]]] = {}
-        self.private: dict[str, bool] = {}
-        self.refuse: dict[str, int] = {}
-        self.address = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self) -> None:
-        self.answer(404, {"error": "not found"})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self.answer(401, {"error": "Invalid credentials"})
-        for part, status in self.server.refuse.items():
-            if part in self.path:
-                return self.answer(status, {"error": "refused"})
-        if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else f"me/{asked['name']}"
-            if name in self.server.repositories:
-                return self.answer(409, {"error": "exists", "url": f"{self.server.address}/{name}"})
-            self.server.repositories[name] = []
-            self.server.private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
-            return self.answer(200, {"url": f"{self.server.address}/{name}", "id": name, "name": name})
-        if "/preupload/" in self.path:
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            return self.answer(200, {"files": files})
-        if self.path == "/api/validate-yaml":
-            return self.answer(200, {"errors": [], "warnings": []})
-        if "/commit/" in self.path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
-            name = self.path.removeprefix("/api/models/").partition("/commit/")[0]
-            self.server.repositories[name].append(files)
-            return self.answer(
-                200, {"commitUrl": f"{self.server.address}/{name}/commit/1", "commitOid": "1" * 40, "success": True}
-            )
-        return self.answer(404, {"error": f"no {self.path}"})
 
 
 @pytest.fixture
@@ -155,6 +87,82 @@ def test_a_push_that_breaks_leaves_the_repository_as_it_was(hub: Hub, make_run: 
     with pytest.raises(RecipeError, match="may not write"):
         open_run(folder).push("me/demo")
     assert len(hub.repositories["me/demo"]) == 1
+
+
+def test_what_an_earlier_push_left_is_taken_away(hub: Hub, make_run: MakeRun) -> None:
+    """Beside a merged model, an adapter's configuration would be loaded on top of it."""
+    folder, _ = make_run("mamba")
+    open_run(folder).push("me/demo")
+    hub.repositories["me/demo"].append({"notes.txt": b"mine", "samples/tokenizer_a.wav": b"mine"})
+    open_run(folder).push("me/demo", what="merged")
+    shown = hub.show("me/demo")
+    assert {"config.json", "model.safetensors", "notes.txt", "samples/tokenizer_a.wav"} <= shown.keys()
+    assert not {"adapter_config.json", "adapter_model.safetensors"} & shown.keys()
+    open_run(folder).push("me/demo")
+    shown = hub.show("me/demo")
+    assert "adapter_config.json" in shown and "model.safetensors" not in shown
+
+
+def test_weights_that_cannot_be_sent_change_nothing(hub: Hub, make_run: MakeRun) -> None:
+    """hf_xet sends them, and finds no such service at this server."""
+    folder, _ = make_run("mamba")
+    open_run(folder).push("me/demo")
+    hub.large = (".safetensors",)
+    with pytest.raises(RecipeError, match="the upload broke off, and changed nothing there"):
+        open_run(folder).push("me/demo")
+    assert len(hub.repositories["me/demo"]) == 1
+
+
+def test_a_push_that_breaks_in_the_middle_of_the_weights_leaves_it_too(
+    hub: Hub, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    hub.large = (".safetensors",)
+    folder, _ = make_run("mamba")
+    open_run(folder).push("me/demo")
+    (commit,) = hub.repositories["me/demo"]
+    assert commit["adapter_model.safetensors"] == (folder / "adapter_model.safetensors").read_bytes()
+    hub.refuse["half"] = 403
+    (folder / "README.md").write_text("changed")
+    (folder / "adapter_model.safetensors").write_bytes(b"changed" * 1000)
+    with pytest.raises(RecipeError, match="me/demo"):
+        open_run(folder).push("me/demo")
+    assert hub.repositories["me/demo"] == [commit]
+
+
+def test_what_was_measured_is_in_the_card_that_is_pushed(hub: Hub, make_run: MakeRun) -> None:
+    folder, _ = make_run("mamba")
+    open_run(folder).merge()
+    results = {"results": {"piqa": {"alias": "piqa", "acc,none": 0.625, "acc_stderr,none": 0.1}}, "n-shot": {"piqa": 0}}
+    (folder / "eval.json").write_text(json.dumps(results))
+    for what in ("adapter", "merged"):
+        open_run(folder).push(f"me/{what}", what=what)
+        (commit,) = hub.repositories[f"me/{what}"]
+        header = yaml.safe_load(commit["README.md"].decode().split("---")[1])
+        (index,) = header["model-index"]
+        assert [metric["value"] for result in index["results"] for metric in result["metrics"]] == [0.625]
+
+
+def test_a_token_in_a_recipe_is_never_pushed(hub: Hub, make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    folder, _ = make_run("mamba")
+    (folder / "recipe.yaml").write_text(f"# pushed with {TOKEN}\n" + (folder / "recipe.yaml").read_text())
+    with pytest.raises(RecipeError, match=r"recipe\.yaml holds your token") as error:
+        open_run(folder).push("me/demo")
+    assert hub.repositories == {}
+    assert TOKEN not in str(error.value) + caplog.text
+
+
+def test_the_token_is_in_no_log_and_no_file_of_a_push(
+    hub: Hub, make_run: MakeRun, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    folder, _ = make_run("mamba")
+    address = open_run(folder).push("me/demo")
+    printed = capfd.readouterr()
+    assert TOKEN not in caplog.text + printed.out + printed.err + address
+    assert not any(TOKEN.encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert not any(TOKEN.encode() in data for data in hub.repositories["me/demo"][0].values())
 
 
 @pytest.mark.parametrize(("status", "said"), [(401, "log in"), (403, "may not write"), (404, "may not see")])
