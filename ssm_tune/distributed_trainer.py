@@ -162,7 +162,15 @@ class DistributedTrainer(SFTTrainer):
             checkpoints.load_whole_optimizer(self.model, optimizer, folder / _OPTIMIZER, self._unsharded_order())
         else:  # training.save_only_model
             return
-        self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
+        self._load_scheduler(torch.load(folder / _SCHEDULER, weights_only=True))
+
+    def _load_scheduler(self, state: dict[str, Any]) -> None:
+        """Sharded and unsharded optimizers have other numbers of groups, all with one learning rate."""
+        groups = len(self.optimizer.param_groups)
+        for key in ("base_lrs", "_last_lr", "lr_lambdas"):
+            if key in state:
+                state[key] = (state[key] * groups)[:groups]
+        self.lr_scheduler.load_state_dict(state)
 
     def _unsharded_order(self) -> list[str]:
         """The trained parameters' names as the optimizer of an unsharded model has them: decayed ones first."""

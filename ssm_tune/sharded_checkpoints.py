@@ -7,6 +7,8 @@ model/ holds what is trained (after LoRA not the base), optimizer/ the optimizer
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """As `save_model`, of the optimizer's state."""
-    _save(get_optimizer_state_dict(model, optimizer, options=_FLAT), Path(folder) / OPTIMIZER)
+    with _filled_groups(optimizer):
+        _save(get_optimizer_state_dict(model, optimizer, options=_FLAT), Path(folder) / OPTIMIZER)
 
 
 def load_model(model: nn.Module, folder: Path) -> None:
@@ -55,9 +58,10 @@ def load_model(model: nn.Module, folder: Path) -> None:
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """As `load_model`, of the optimizer's state."""
-    state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    _load(state, Path(folder) / OPTIMIZER)
-    set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
+    with _filled_groups(optimizer):
+        state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        _load(state, Path(folder) / OPTIMIZER)
+        set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
 
 
 def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path, names: list[str]) -> None:
@@ -69,16 +73,29 @@ def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fil
     saved = torch.load(file, map_location="cpu", weights_only=True)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, names, strict=True))
-    state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    for number, values in saved["state"].items():
-        for key, value in values.items():
-            name = f"state.{by_number[number]}.{key}"
-            state[name] = _like(state[name], value)
-    for group in saved["param_groups"]:
-        for key in group.keys() - {"params"}:
-            for number in group["params"]:
-                state[f"param_groups.{by_number[number]}.{key}"] = group[key]
-    set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
+    with _filled_groups(optimizer):
+        state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        for number, values in saved["state"].items():
+            for key, value in values.items():
+                name = f"state.{by_number[number]}.{key}"
+                state[name] = _like(state[name], value)
+        for group in saved["param_groups"]:
+            for key in group.keys() - {"params"}:
+                for number in group["params"]:
+                    state[f"param_groups.{by_number[number]}.{key}"] = group[key]
+        set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
+
+
+@contextmanager
+def _filled_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Without its groups of no parameters (LoRA trains nothing that does not decay), which torch trips over."""
+    empty = [(index, group) for index, group in enumerate(optimizer.param_groups) if not group["params"]]
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for index, group in empty:
+            optimizer.param_groups.insert(index, group)
 
 
 def _like(ours: Any, value: Any) -> Any:

@@ -213,7 +213,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, sha
 def adam(model: nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     flat = [p for p in trained if p.ndim < 2]
-    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}, {"params": flat}]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}, {"params": flat}, {"params": []}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.0, fused=True)
     if sharded:
         split_groups(optimizer)
