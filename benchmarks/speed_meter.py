@@ -1,0 +1,107 @@
+"""Measuring a training run from outside: time per step, and memory without weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+GIB = 2**30
+
+
+class Meter:
+    """Told where steps begin and end; times some after the first few, then looks at memory in one more.
+
+    Memory is taken in a step of its own, in which every gradient that is finished ends a stretch: what was allocated
+    at most in a stretch, less the gradients that were there, less what stays between steps, is activations.
+    """
+
+    def __init__(self, seconds: float, warm: int = 3, most: int = 20) -> None:
+        self.seconds, self.warm, self.most = seconds, warm, most
+        self.on_gpu = torch.cuda.is_available()
+        self.begin = time.perf_counter()
+        self.first_step = self.timed = 0.0
+        self.steps = self.timed_steps = 0
+        self.wanted: int | None = None
+        self.peak = self.activations = 0
+        self.watching = False
+        self._handles: list[Any] = []
+        self._clock = 0.0
+
+    def _now(self) -> float:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step_begins(self, model: nn.Module) -> None:
+        if self.steps == 0:
+            self._clock = self._now()
+        if self.wanted is not None and self.timed_steps >= self.wanted and self.on_gpu:
+            self._watch(model)
+
+    def _watch(self, model: nn.Module) -> None:
+        torch.cuda.synchronize()
+        self.watching = True
+        self._resident, self._gradients = torch.cuda.memory_allocated(), 0
+        torch.cuda.reset_peak_memory_stats()
+
+        def finished(parameter: torch.Tensor) -> None:
+            self._stretch()
+            self._gradients += parameter.grad.numel() * parameter.grad.element_size()
+
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(finished))
+
+    def _stretch(self) -> None:
+        highest = torch.cuda.max_memory_allocated()
+        self.peak = max(self.peak, highest)
+        self.activations = max(self.activations, highest - self._resident - self._gradients)
+        torch.cuda.reset_peak_memory_stats()
+
+    def backward_ended(self) -> None:
+        if self.watching:
+            self._stretch()
+
+    def step_ended(self) -> bool:
+        """Whether everything is measured."""
+        self.steps += 1
+        if self.watching:
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            for handle in self._handles:
+                handle.remove()
+            return True
+        if self.steps == 1:
+            self.first_step = self._now() - self._clock
+        if self.steps == self.warm - 1:
+            self._clock = self._now()
+        if self.steps == self.warm:
+            one = self._now() - self._clock
+            self.wanted = max(2, min(self.most, int(self.seconds / max(one, 1e-6))))
+            self._clock = self._now()
+        elif self.wanted is not None:
+            self.timed_steps += 1
+            if self.timed_steps == self.wanted:
+                self.timed = (self._now() - self._clock) / self.wanted
+                return not self.on_gpu
+        return False
+
+
+class MeterCallback(TrainerCallback):
+    """A meter told by a trainer."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_begins(kwargs["model"])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.backward_ended()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.meter.step_ended():
+            control.should_training_stop = True
