@@ -7,6 +7,7 @@ functions come from, see `ssm_tune.kernels.packages`; it is imported at the firs
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,10 @@ def _recompute_gated(
     recomputable([y], lambda: [ssd_block_parts.gated(scanned.flatten(-2), z_again(), weight, **norm)])
 
 
+# By shapes and strides: asking the device for its properties in every layer would cost more than the launch.
+_fitting: dict[tuple[Any, ...], bool] = {}
+
+
 def _fits(
     projected: Tensor,
     conv_weight: Tensor,
@@ -107,10 +112,23 @@ def _fits(
     documents: Documents | None,
 ) -> bool:
     """Whether the fused call can do it, in one go."""
+    if documents is not None and documents.gaps:
+        return False
+    sizes = (A.shape[0], head_dim, groups, chunk_size)
+    layout = (projected.shape, projected.stride(), projected.data_ptr() % _BYTES, projected.dtype, projected.device)
+    key = (layout, conv_weight.shape, conv_weight.dtype, sizes)
+    if key not in _fitting:
+        if len(_fitting) > 1000:
+            _fitting.clear()
+        _fitting[key] = _fits_in_shape(projected, conv_weight, A, head_dim, groups, chunk_size)
+    return _fitting[key]
+
+
+def _fits_in_shape(
+    projected: Tensor, conv_weight: Tensor, A: Tensor, head_dim: int, groups: int, chunk_size: int
+) -> bool:
     channels, width = conv_weight.shape
     if torch.float64 in {projected.dtype, conv_weight.dtype} or not 2 <= width <= 4:
-        return False
-    if documents is not None and documents.gaps:
         return False
     z, xBC, dt = split_projected(projected, conv_weight, A)
     aligned = channels % _TOGETHER == 0 and xBC.data_ptr() % _BYTES == 0 and projected.stride(2) == 1

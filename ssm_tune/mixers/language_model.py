@@ -167,7 +167,9 @@ class CausalLM(Patched):
 
 def _normalise(norm: nn.Module, x: Tensor) -> Tensor:
     """`norm(x)` as one call of PyTorch's, which keeps x for backward; the stock module keeps x normalised as well."""
-    if "variance_epsilon" not in vars(norm):  # wrapped, by an adapter that trains it
+    kept = vars(norm)
+    # Wrapped by an adapter that trains it, or changed or watched by somebody.
+    if "variance_epsilon" not in kept or "forward" in kept or norm._forward_hooks or norm._forward_pre_hooks:
         return norm(x)
     return F.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.variance_epsilon)
 

@@ -21,6 +21,9 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraModel
 from rows import LAYOUTS, Layout, make_documents, run, worst_gradient
 from tiny import EIGHT_HEADS, tiny_config, tiny_model
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,6 +134,25 @@ def test_gradient_checkpointing_is_left_alone(kind: str, keep_everything: Callab
     keep_everything()
     assert_same(got, gradients(model, layout))
     assert len(stand_ins.CALLS) == calls
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_sharded_blocks_are_whole_when_they_compute_again(kind: str, keep_everything: Callable[[], None]) -> None:
+    """One process: what counts is that parameters are gathered for a block's backward, and gone after its forward."""
+    layout, found = LAYOUTS["packed"](make_documents()), []
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for _ in range(2):
+            model = make_model(kind)
+            for block in model.backbone.layers:
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(model, mesh=mesh)
+            found.append({name: gradient.full_tensor() for name, gradient in gradients(model, layout).items()})
+            keep_everything()
+        assert_same(*found)
+    finally:
+        distributed.destroy_process_group()
 
 
 class Storages(TorchDispatchMode):

@@ -79,8 +79,8 @@ def test_prebuilt_kernels_serve_where_nothing_is_installed(
     stand_ins.CALLS.clear()
     found = {choice.operation: choice for choice in operations.kernel_report("cpu")}
     served = {operation for operation, choice in found.items() if choice.backend == "hub"}
-    assert served == set(backends.OPERATIONS) - {"mamba3_scan"}
-    assert found["selective_scan"].reason == "mamba_ssm: mamba_ssm is not installed"
+    assert served == set(backends.OPERATIONS) - {"mamba3_scan", "add_rms_norm"}  # which are ours alone
+    assert found["selective_scan"].reason.startswith("mamba_ssm: mamba_ssm is not installed")
     assert found["causal_conv1d"].cost == ""
     scan = {name: t.float() for name, t in scan_tensors(length=5).items()}
     conv = {name: t.float() for name, t in conv_tensors(length=5, dim=16).items()}
