@@ -54,7 +54,11 @@ def ours(name: str) -> ModuleType:
 def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backends for a GPU are offered for a CPU, and those for a CPU for none."""
     devices = {("cuda",): ("cpu",), ("cpu",): ("none",)}
-    table = [dataclasses.replace(b, devices=devices.get(b.devices, b.devices)) for b in backends.BACKENDS]
+    table = [
+        dataclasses.replace(b, devices=devices.get(b.devices, b.devices))
+        for b in backends.BACKENDS
+        if b.package != "triton"
+    ]
     monkeypatch.setattr(backends, "BACKENDS", tuple(table))
 
 
