@@ -47,8 +47,8 @@ def load_model(
     """A causal language model from a checkpoint of any layout, or from a run folder, patched for training.
 
     Args:
-        name: a folder or a Hub repository (Hugging Face, original state-spaces, Mistral's Codestral), or a run folder:
-            one with an adapter gives base and adapter together.
+        name: a folder or a Hub repository (Hugging Face, original state-spaces, Mistral's Codestral, Megatron-LM), or a
+            run folder: one with an adapter gives base and adapter together.
         revision: of a Hub repository.
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto", the checkpoint's own. None: bfloat16 where
             there is a GPU, else float32. The parameters of the recurrence (A_log, D, step bias) are read in full

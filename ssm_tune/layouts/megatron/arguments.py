@@ -6,6 +6,7 @@ no words for it (positions, gated MLPs, a tied head) our own Mamba-2 hybrid.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from ssm_tune.architectures.patterns import allot_layers
 from ssm_tune.layouts.huggingface import valid_config
 from ssm_tune.layouts.megatron.geometry import geometry_of
 from ssm_tune.recipe import RecipeError
+
+logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-5  # of the norm inside Megatron's mixer, which has no argument
 _KERNEL = 4  # of its convolution, the same
@@ -188,6 +191,13 @@ def express(config: PreTrainedConfig) -> dict[str, Any]:
     ]
     if mistakes:
         raise RecipeError(mistakes)
+    if config.model_type == "nemotron_h" and config.time_step_min > _NO_LEAST_STEP:
+        logger.warning(
+            "convert: transformers keeps step sizes of %s above time_step_min %s, Megatron does not bound them: where "
+            "they are smaller the two compute slightly different logits. The weights are the same.",
+            config.model_type,
+            config.time_step_min,
+        )
     geometry = geometry_of(config)
     hybrid = config.model_type != "mamba2"
     mixer_head = geometry.inner // geometry.heads
