@@ -1,12 +1,16 @@
-"""Tokens per second, model FLOP utilisation and peak memory between two logs."""
+"""Tokens per second, model FLOP utilisation, and the use of device and memory between two logs."""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import torch
 from torch import nn
+
+logger = logging.getLogger(__name__)
+_SAMPLED = 1.0  # seconds between two readings of the device's utilisation
 
 # Dense bf16 peak of the cards people train on, in FLOP/s, from their data sheets (the word is looked for in the
 # device's name).
@@ -37,6 +41,7 @@ class Throughput:
         self._tokens: torch.Tensor | int = 0
         self._restored = 0
         self._last = (0, 0, time.perf_counter())  # tokens, step, clock at the last log
+        self._busy = Utilization(device)
 
     @staticmethod
     def _peak(device: torch.device) -> float | None:
@@ -58,6 +63,7 @@ class Throughput:
         if rows is not None:
             real = real * (rows >= 0).any(dim=1, keepdim=True)
         self._tokens = self._tokens + real.sum()
+        self._busy.sample()
 
     def session_tokens(self) -> int:
         return int(self._tokens)
@@ -85,4 +91,42 @@ class Throughput:
             logs["mfu"] = rate * self.flops_per_token / self.peak_flops
         if self.device.type == "cuda":
             logs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        return logs
+            logs["reserved_memory_gib"] = torch.cuda.memory_reserved(self.device) / 2**30
+        return logs | self._busy.drain()
+
+
+def _driver_error() -> type[Exception]:
+    try:
+        from pynvml import NVMLError
+    except ImportError:
+        return ImportError
+    return NVMLError
+
+
+class Utilization:
+    """The share of time in which a CUDA device was at work, as its driver says (nvidia-smi's number); read each second.
+
+    It needs nvidia-ml-py; without it nothing is measured, which is said once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.works = device.type == "cuda"
+        self._sampled = 0.0
+        self._percent: list[int] = []
+
+    def sample(self) -> None:
+        """Read it if the last reading is a second old; the device is not waited for."""
+        if not self.works or time.perf_counter() - self._sampled < _SAMPLED:
+            return
+        self._sampled = time.perf_counter()
+        try:
+            self._percent.append(torch.cuda.utilization(self.device))
+        except (ImportError, RuntimeError, OSError, _driver_error()) as error:
+            self.works = False
+            logger.info("gpu_utilization is not logged (pip install nvidia-ml-py): %s", error)
+
+    def drain(self) -> dict[str, float]:
+        """The mean since the last call, 0 to 1; nothing if there was no reading."""
+        percent, self._percent = self._percent, []
+        return {"gpu_utilization": sum(percent) / len(percent) / 100} if percent else {}

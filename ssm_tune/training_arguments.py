@@ -34,6 +34,16 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+# What GPT-3 and the Mamba papers train new models with; SFTConfig's own defaults are for models that are trained.
+FROM_SCRATCH = {
+    "learning_rate": 6e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,  # a share of all steps
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+}
+
+
 def rows_per_step(arguments: SFTConfig) -> int:
     """Rows (packed ones where rows are packed) that an optimizer step takes, on all processes together."""
     return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * world_size()
@@ -81,6 +91,9 @@ def build_arguments(
     if sharding is None or not sharding.checkpointing:
         default("activation_checkpointing", False, "also called gradient_checkpointing; set it to save memory for time")
     default("report_to", ["tensorboard"], "written to the run folder")
+    if task == "pretrain" and recipe.model.architecture is not None:
+        for key, value in FROM_SCRATCH.items():
+            default(key, value, "as models are trained from random weights")
     if has_eval:
         if "eval_steps" in given:
             default("eval_strategy", "steps", "eval_steps is given")

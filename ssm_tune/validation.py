@@ -32,6 +32,13 @@ def check_recipe(recipe: Recipe) -> list[str]:
 def _check_data(recipe: Recipe) -> list[str]:
     from ssm_tune.data import check_sources
 
+    if recipe.data.prepared is not None:
+        from ssm_tune.data.token_shards import INDEX, TokenShards
+
+        folder = Path(recipe.data.prepared)
+        if (folder / INDEX).is_file():
+            return [f"{folder}: {len(TokenShards(folder).parts)} parts of tokens, of the right size"]
+        return [*check_sources(recipe.data, "pretrain"), f"{folder}: not there yet; ssm-tune prepare makes it"]
     return check_sources(recipe.data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 from ssm_tune import RecipeError, Run
-from ssm_tune.recipe import recipe_from_dict
+from ssm_tune.recipe import load_recipe, recipe_from_dict
 from ssm_tune.shards import prepare_shards
 from ssm_tune.trainer import SSMTrainer
 from ssm_tune.workflow import run
@@ -161,3 +162,23 @@ def test_what_a_stream_is_refused_for(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"training\.max_steps is missing: with data\.streaming"):
         recipe_from_dict(values)
     assert not (tmp_path / "run").exists()
+
+
+def test_new_models_are_trained_with_the_papers_settings_unless_told(tmp_path: Path) -> None:
+    from ssm_tune.training_arguments import build_arguments
+
+    recipe = recipe_from_dict(settings(tmp_path, "run"))
+    arguments, said = build_arguments(recipe, "pretrain", tmp_path / "run", has_eval=False)
+    assert (arguments.adam_beta1, arguments.adam_beta2, arguments.weight_decay) == (0.9, 0.95, 0.1)
+    assert (arguments.lr_scheduler_type, arguments.max_grad_norm, arguments.learning_rate) == ("cosine", 1.0, 1e-2)
+    assert any(line.startswith("weight_decay: 0.1") for line in said)
+    arguments, _ = build_arguments(recipe, "sft", tmp_path / "run", has_eval=False)
+    assert (arguments.adam_beta2, arguments.weight_decay) == (0.999, 0.0)
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_falls_from_the_logarithm_of_the_vocabulary(tmp_path: Path) -> None:
+    words = [f"training.output_dir={tmp_path / 'tiny'}", "training.max_steps=40", "training.eval_steps=40"]
+    tiny = run(load_recipe("pretrain-tiny", words), "pretrain")
+    assert tiny.metrics["first_eval_loss"] == pytest.approx(math.log(2048), rel=0.05)
+    assert tiny.metrics["eval_loss"] < 6.5

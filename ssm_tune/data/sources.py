@@ -237,7 +237,7 @@ def hub_errors(path: str, split: str, where: str) -> Iterator[None]:
     except (ValueError, OSError, RuntimeError, DatasetsError) as error:
         if "zst" in str(error) and "ompression" in str(error):
             raise RecipeError(
-                f"{where}.path: {path} is compressed by zstandard, which needs a package: pip install zstandard."
+                f"{where}.path: {path} is compressed by zstandard, which needs a package: pip install 'ssm-tune[stream]'."
             ) from error
         raise RecipeError(
             f"{where}.path: {path} (split {split}) could not be loaded from the Hub"
