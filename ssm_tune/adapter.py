@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from ssm_tune.lora_layers import cast_adapters_only
 from ssm_tune.recipe import RecipeError
 from ssm_tune.ssm_parameters import (
     find_ssm_parameters,
@@ -160,7 +161,7 @@ def apply_adapter(
         found.notes.append(f"no adapter on {name}: {reason}.")
     for note in _merge_repeats(found.notes):
         logger.warning("adapter: %s", note)
-    return peft_model
+    return cast_adapters_only(peft_model)
 
 
 def _merge_repeats(notes: list[str]) -> list[str]:
@@ -250,7 +251,7 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool = False) 
     config.base_model_name_or_path = name
     restore_adapter(peft_model, folder, trainable=trainable)
     _cast_saved_modules(peft_model, torch.float32 if trainable else None)
-    return peft_model
+    return cast_adapters_only(peft_model)
 
 
 def restore_adapter(model: PeftModel, folder: str | Path, trainable: bool = True) -> None:

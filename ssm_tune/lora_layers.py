@@ -1,0 +1,97 @@
+"""LoRA's linear layers without copies of whole activations.
+
+PEFT keeps adapters in float32 and casts what comes in to that: under autocast two casts of whole activations for every
+adapter, of which the second result is kept for backward, and the product with the scale and the sum with the base's
+output are passes over the output of their own. Here the small A and B are cast instead (they stay float32 masters),
+what comes in is kept once, whoever else keeps it, and scale and sum are part of the matrix product. Nothing is kept for
+the frozen weight, and no gradient of it is computed.
+
+    y = x W' + bias + scale (x A') B'          dx = dy W + scale (dy B) A
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def cast_adapters_only(model: nn.Module) -> nn.Module:
+    """Let LoRA on plain linear layers compute as above; in place. Names, parameters and files stay as they are."""
+    for module in model.modules():
+        if type(module) is lora.Linear:
+            module.__class__ = DirectLinear
+    return model
+
+
+class DirectLinear(lora.Linear):
+    """PEFT's layer in all but `forward`, which falls back to PEFT's wherever there is more to do than one plain
+    adapter on a frozen `nn.Linear` in the dtype of the computation."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x (..., in), and the result: (..., out), in the dtype of the frozen weight."""
+        adapter = None if args or kwargs else self._only_adapter()
+        if adapter is None or not self._is_plain(adapter, x):
+            return super().forward(x, *args, **kwargs)
+        base, dtype = self.base_layer, self.base_layer.weight.dtype
+        A, B = (half[adapter].weight.to(dtype) for half in (self.lora_A, self.lora_B))
+        dropout = self.lora_dropout[adapter]
+        x = x.to(dtype)
+        if isinstance(dropout, nn.Identity) or not self.training:
+            return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter])
+        # Two inputs then: what the adapter gets is not what the base gets.
+        y, h = F.linear(x, base.weight, base.bias), F.linear(dropout(x), A)
+        return torch.addmm(y.flatten(0, -2), h.flatten(0, -2), B.t(), alpha=self.scaling[adapter]).view(y.shape)
+
+    def _only_adapter(self) -> str | None:
+        """The adapter in use, if it is the only one and is not merged."""
+        if self.disable_adapters or self.merged:
+            return None
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        return active[0] if len(active) == 1 else None
+
+    def _is_plain(self, adapter: str, x: Tensor) -> bool:
+        base, halves = self.base_layer, (self.lora_A[adapter], self.lora_B[adapter])
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.weight.dtype
+        frozen = not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+        return (
+            type(base) is nn.Linear
+            and frozen
+            and base.weight.dtype == dtype
+            and adapter not in self.lora_variant
+            and all(type(half) is nn.Linear and half.bias is None for half in halves)
+            and not any(_is_watched(layer) for layer in (base, *halves))
+        )
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether somebody has to see the layer called: hooks, and accelerate's, which bring weights from elsewhere."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "_hf_hook" in vars(layer))
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            y, h = F.linear(x, weight, bias), F.linear(x, A)
+            y.view(-1, y.shape[-1]).addmm_(h.view(-1, h.shape[-1]), B.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, A, B, h)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, A, B, h = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            flat, rows = dy.flatten(0, -2), x.flatten(0, -2)
+            dh = torch.mm(flat, B).mul_(ctx.scale)
+            dx = None
+            if ctx.needs_input_grad[0]:
+                dx = torch.mm(flat, weight).addmm_(dh, A).view(x.shape)
+            dA = torch.mm(dh.t(), rows) if ctx.needs_input_grad[3] else None
+            dB = torch.mm(flat.t(), h.flatten(0, -2)).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        return dx, None, None, dA, dB, None
