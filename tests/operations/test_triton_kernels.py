@@ -115,7 +115,7 @@ def test_conv_on_a_gpu(triton_conv: ModuleType, documents: str, activation: str 
     tolerance = EXACT if dtype == torch.float32 else BFLOAT16
     settings: dict[str, Any] = {"activation": activation, "seq_idx": seq_idx_of(documents), "device": "cuda"}
     assert_equals_reference(
-        "causal_conv1d", triton_conv.causal_conv1d, conv_tensors(dim=70), dtype, tolerance, **settings
+        "causal_conv1d", triton_conv.causal_conv1d, conv_tensors(dim=64), dtype, tolerance, **settings
     )
 
 
@@ -124,7 +124,7 @@ def test_conv_on_a_gpu(triton_conv: ModuleType, documents: str, activation: str 
 @pytest.mark.parametrize("length", [1, 3, 530])
 def test_conv_of_any_length_and_width_on_a_gpu(triton_conv: ModuleType, length: int, width: int) -> None:
     for without in ((), ("bias", "initial_state")):
-        tensors = conv_tensors(length=length, dim=16, width=width, without=without)
+        tensors = conv_tensors(length=length, dim=70, width=width, without=without)
         assert_equals_reference(
             "causal_conv1d", triton_conv.causal_conv1d, tensors, torch.float32, EXACT, device="cuda"
         )
