@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ssm_tune.adapter import guard_lifted
 from ssm_tune.families import family_of
-from ssm_tune.kernels import recompute
+from ssm_tune.kernels import recompute, set_kernel_order
 from ssm_tune.kernels.tuning import keep_tuning, report_tuning
 from ssm_tune.mixers import patch_model, unpatch_model
 
@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4, help="timed steps (default 4)")
+    parser.add_argument("--order", nargs="+", help="kernels.order of ours: triton, for instance")
     arguments = parser.parse_args()
+    set_kernel_order(arguments.order)
     if arguments.device == "cuda":
         keep_tuning()
     lines = []

@@ -49,9 +49,7 @@ def causal_conv1d(
             raise Unsupported("documents together with an initial state")
         if documents.gaps:
             raise Unsupported("padding inside a document")
-        number = documents.number
-        if documents.is_padding is not None:
-            number = number.masked_fill(documents.is_padding, -1)  # the kernel's own mark of what is nothing
+        number = documents.marked  # -1 is the kernel's own mark of what is nothing
     window = None
     if initial_state is not None:
         window = initial_state.to(x.dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -23,14 +23,16 @@ class Documents(NamedTuple):
         padding has
             the number of the token before it. Two documents of a row never share one, as the values of `seq_idx` may.
         starts: rows and columns of the tokens before which the state is set to zero. padding: rows and columns of the
-        tokens that are padding; `is_padding` (batch, length), or None if there is none. gaps: whether padding stands
-        between the tokens of a document, so that a window would have to reach over it.
+        tokens that are padding; `is_padding` (batch, length), or None if there is none. marked: `number` with -1 on
+        padding. gaps: whether padding stands between the tokens of a document, so that a window would have to reach
+        over it.
     """
 
     number: Tensor
     starts: tuple[Tensor, Tensor]
     padding: tuple[Tensor, Tensor]
     is_padding: Tensor | None
+    marked: Tensor
     gaps: bool
 
 
@@ -55,10 +57,12 @@ def _find_documents(seq_idx: Tensor) -> Documents:
     after_padding = ~padding[:, 1:] & padding[:, :-1] & ~starts[:, 1:] & within
     pads = padding.nonzero(as_tuple=True)
     some = pads[0].numel() > 0
+    number = starts.cumsum(1).to(torch.int32)
     return Documents(
-        number=starts.cumsum(1).to(torch.int32),
+        number=number,
         starts=starts.nonzero(as_tuple=True),
         padding=pads,
         is_padding=padding if some else None,
+        marked=number.masked_fill(padding, -1) if some else number,
         gaps=some and bool(after_padding.any()),
     )

@@ -60,12 +60,6 @@ def ssd_block(
         settings = {"head_dim": head_dim, "groups": groups, "chunk_size": chunk_size, "dt_limit": dt_limit}
         vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
         return ssd_block_parts.ssd_block(projected, *vectors, **norm, **settings, seq_idx=seq_idx)
-    number = None
-    if documents is not None:
-        number = documents.number
-        if documents.is_padding is not None:
-            # To the convolution -1 is nothing: x, B and C are zero there, so that nothing enters a state, nor leaves.
-            number = number.masked_fill(documents.is_padding, -1)
     with device_of(projected), kept_tensors() as kept:
         y = call(
             projected,
@@ -75,7 +69,8 @@ def ssd_block(
             A.float(),
             D.float(),
             chunk_size,
-            seq_idx=number,
+            # To the convolution -1 is nothing: x, B and C are zero there, so that nothing enters a state, nor leaves.
+            seq_idx=None if documents is None else documents.marked,
             dt_limit=tuple(dt_limit),
             activation="silu",
             rmsnorm_weight=norm_weight,
@@ -84,6 +79,8 @@ def ssd_block(
             ngroups=groups,
             norm_before_gate=norm_before_gate,
         )
+    if documents is not None and documents.is_padding is not None:
+        y = y.masked_fill(documents.is_padding[..., None], 0.0)  # zero already, but not yet for a gradient
     scanned = [t for t in kept if tuple(t.shape) == (*projected.shape[:2], A.shape[0], head_dim)]
     if len(scanned) == 1:
         _recompute_gated(y, scanned[0], projected[..., :dim], norm_weight, norm)
