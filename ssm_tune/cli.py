@@ -136,6 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(prepare)
     validate = command("validate", run_validate, "check a recipe and the files that it names; no network, no weights")
     _add_recipe(validate)
+    doctor = command("doctor", run_doctor, "say what works here, which kernels a model would use, and what to repair")
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="a model's or run's folder, a recipe, or a Hub name")
+    doctor.add_argument("--json", action="store_true", help="for programs; exit code 0: all well, 1: see advice")
     _add_recipes(command("recipes", run_recipes, "list, print or copy the shipped recipes"))
     _add_generate(command("generate", run_generate, "continue a prompt with a finished run or a model"))
     merge = command("merge", run_merge, "fold a run's adapter into its base model")
@@ -300,11 +303,20 @@ def run_prepare(arguments: argparse.Namespace) -> None:
 
 
 def run_validate(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the import of some packages asks the Hub
     from ssm_tune.recipe import load_recipe
     from ssm_tune.validation import check_recipe
 
     for line in check_recipe(load_recipe(arguments.recipe, arguments.overrides)):
         print(line)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    if arguments.model is None or Path(arguments.model).exists():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is asked of the Hub, bitsandbytes' import included
+    from ssm_tune.doctor import run_doctor
+
+    return run_doctor(arguments.model, as_json=arguments.json)
 
 
 def run_recipes(arguments: argparse.Namespace) -> None:
