@@ -92,10 +92,8 @@ class _Note(NamedTuple):
 
 class _Scope:
     def __init__(self, device_type: str):
-        self.device_type = device_type
-        self.autocast = (
-            (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
-        )
+        enabled = torch.is_autocast_enabled(device_type)
+        self.autocast = (device_type, torch.get_autocast_dtype(device_type) if enabled else None)
         # By the address of the storage, which is nobody else's while the tensor in the second place lives.
         self.results: dict[int, tuple[_Result, Tensor]] = {}
         self.seen: list[Tensor] | None = None
@@ -225,10 +223,11 @@ def _wanted(like: Tensor) -> bool:
     )
 
 
-def _autocast(setting: tuple[str, torch.dtype] | None) -> Any:
-    if setting is None:
-        return nullcontext()
+def _autocast(setting: tuple[str, torch.dtype | None]) -> Any:
+    """Autocast as in the forward pass: to this dtype, or not at all."""
     device_type, dtype = setting
+    if dtype is None:
+        return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
     # Without autocast's cache: weights that were cast here, without gradients, must not be met by a later forward.
     return torch.autocast(device_type, dtype, cache_enabled=False)
 

@@ -103,6 +103,18 @@ def test_autocast_holds_in_backward(kind: str, keep_everything: Callable[[], Non
     assert_same(got, gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16)), 1e-2)
 
 
+def test_autocast_of_backward_alone_changes_no_recomputation(keep_everything: Callable[[], None]) -> None:
+    model, layout, found = make_model("mamba"), LAYOUTS["packed"](make_documents()), []
+    for _ in range(2):
+        model.zero_grad()
+        loss = run(model, layout, 100).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        keep_everything()
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "mamba2"])
 def test_adapters_with_dropout_draw_the_same_numbers_again(
     kind: str, keep_everything: Callable[[], None], monkeypatch: pytest.MonkeyPatch
