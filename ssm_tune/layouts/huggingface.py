@@ -69,10 +69,16 @@ def _read_weights(files: list[Path], config: PreTrainedConfig) -> dict[str, Stor
     return read_renamed(files, rename_embedding)
 
 
+# Where transformers itself writes other names into files than its models have.
+_IN_FILES = {"nemotron_h": ("model.", "backbone.")}
+
+
 def _plan(
     values: dict[str, Any], config: PreTrainedConfig, tensors: Mapping[str, Outgoing], parallel: Parallel
 ) -> NewFiles:
-    return plan_one_file("config.json", values, "model.safetensors", tensors)
+    old, new = _IN_FILES.get(config.model_type, ("", ""))
+    named = {new + name.removeprefix(old) if old and name.startswith(old) else name: tensors[name] for name in tensors}
+    return plan_one_file("config.json", values, "model.safetensors", named)
 
 
 LAYOUT = Layout(

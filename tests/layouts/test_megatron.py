@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_files import megatron_arguments, rank_tensors, write_megatron
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import carry_state, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -127,6 +127,11 @@ def test_from_any_ranks_to_any_others(tmp_path: Path, kind: str) -> None:
     convert(tmp_path / f"{len(sizes)}", tmp_path / "hf", to="hf")
     loaded = load_model(tmp_path / "hf", dtype="float32")
     assert_same_weights(model, loaded)  # the padding of the vocabulary is off again
+    stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert_same_weights(model, stock)
+    assert not any(report.values())
+    files = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("0", "hf")]
+    assert files[0] == files[1]  # named as transformers names them
     ours, theirs = loaded.config.to_dict(), model.config.to_dict()
     assert {key for key in theirs if ours[key] != theirs[key]} <= {"_name_or_path", "architectures"}
 
