@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
 from ssm_tune.kernels.triton_scan_backward import backward_kernel
 from ssm_tune.kernels.triton_scan_documents import FLAGGED_TOKENS, find_codes
 from ssm_tune.kernels.triton_scan_forward import forward_kernel
@@ -76,7 +77,16 @@ def selective_scan(
     if A.shape[-1] > _MOST_STATES:
         raise Unsupported(f"{A.shape[-1]} states, at most {_MOST_STATES}")
     codes, flags = find_codes(seq_idx, x.shape[0], x.shape[1], x.device)
-    y, state = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, codes, flags, dt_softplus)
+    y, state, BC, kept = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, codes, flags, dt_softplus)
+    if recomputing() and y.requires_grad:
+        vectors = [None if t is None else t.detach() for t in (A, D, dt_bias)]
+        given = [None if t is None else reference_to(t) for t in (x, dt, z)]
+
+        def scan_again() -> list[Tensor]:
+            again = [None if tensor is None else tensor() for tensor in given]
+            return [outputs_again(_row(*again, *vectors, codes, flags, dt_softplus), BC, kept)]
+
+        recomputable([y], scan_again)
     return (y, state) if return_final_state else y
 
 
@@ -96,10 +106,9 @@ class _Scan(torch.autograd.Function):
         codes: Tensor | None,
         flags: Tensor | None,
         dt_softplus: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         keep = any(ctx.needs_input_grad)
-        vectors = [None if t is None else t.float().contiguous() for t in (D, dt_bias)]
-        row = _Row(_side_by_side(x), _side_by_side(dt), _side_by_side(z), _turn(A), *vectors, codes, flags, dt_softplus)
+        row = _row(x, dt, z, A, D, dt_bias, codes, flags, dt_softplus)
         with device_of(x):
             BC = _prepare(B, C, row)
             first = None if initial_state is None else _turn(initial_state)
@@ -110,10 +119,11 @@ class _Scan(torch.autograd.Function):
             ctx.dtypes = [None if t is None else t.dtype for t in (A, B, C, D, dt_bias, initial_state)]
             ctx.states = A.shape[1]
         ctx.set_materialize_grads(False)
-        return y, _turn_back(last, A.shape[1])
+        ctx.mark_non_differentiable(BC, kept)
+        return y, _turn_back(last, A.shape[1]), BC, kept
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         x, dt, z, A, D, bias, codes, flags, BC, kept = ctx.saved_tensors
         row = _Row(x, dt, z, A, D, bias, codes, flags, ctx.dt_softplus)
         needed = ctx.needs_input_grad
@@ -183,10 +193,10 @@ class _Row(NamedTuple):
         """Tokens of a group: fewer where there are many states, all of which are kept in registers for each."""
         return max(1, min(arrangement.group, 64 // self.A.shape[0]))
 
-    def pieces(self, arrangement: Arrangement) -> tuple[int, int]:
+    def pieces(self, arrangement: Arrangement, segment: int) -> tuple[int, int]:
         """How many pieces a row is cut into, and the tokens of each (whole segments)."""
         batch, _, dim = self.x.shape
-        segment, padded = arrangement.segment, self.padded
+        padded = self.padded
         tokens = arrangement.piece
         if tokens is None:
             programs = batch * triton.cdiv(dim, arrangement.block)
@@ -194,6 +204,21 @@ class _Row(NamedTuple):
             tokens = triton.cdiv(padded, wanted)
         tokens = triton.cdiv(tokens, segment) * segment
         return triton.cdiv(padded, tokens), tokens
+
+
+def _row(
+    x: Tensor,
+    dt: Tensor,
+    z: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    codes: Tensor | None,
+    flags: Tensor | None,
+    softplus: bool,
+) -> _Row:
+    vectors = [None if t is None else t.float().contiguous() for t in (D, dt_bias)]
+    return _Row(_side_by_side(x), _side_by_side(dt), _side_by_side(z), _turn(A), *vectors, codes, flags, softplus)
 
 
 def _side_by_side(tensor: Tensor | None) -> Tensor | None:
@@ -235,27 +260,42 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (batch, length, dim); if `keep`, the state before every `segment` tokens, (batch, segments, STATES, dim); the
     state after the row, (batch, STATES, dim)."""
-    batch, length, dim = row.x.shape
-    most, padded, settings = row.A.shape[0], row.padded, row.settings(arrangement)
-    pieces, tokens = row.pieces(arrangement._replace(segment=max(segment, arrangement.segment)))
-    segments = triton.cdiv(padded, segment)
-    y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
-    kept = row.A.new_empty((batch, segments, most, dim) if keep else (1,))
-    last = row.A.new_empty(batch, most, dim)
-    blocks = triton.cdiv(dim, arrangement.block)
-    common = (_or(row.codes, BC), _or(row.flags, BC))
-    bias, D, z = _or(row.bias, BC), _or(row.D, BC), _or(row.z, row.x)
+    batch, _, dim = row.x.shape
+    pieces, tokens = row.pieces(arrangement, segment)
     if pieces > 1:
-        states, sums = row.A.new_empty(batch, pieces, most, dim), row.A.new_empty(batch, pieces, dim)
-        ends_kernel[(blocks, pieces - 1, batch)](
-            row.x, row.dt, row.A, BC, bias, *common, states, sums, dim, padded, pieces, tokens,
-            **row.strides("x", "dt"), **settings,
+        states = row.A.new_empty(batch, pieces, row.A.shape[0], dim)
+        sums = row.A.new_empty(batch, pieces, dim)
+        ends_kernel[(triton.cdiv(dim, arrangement.block), pieces - 1, batch)](
+            row.x, row.dt, row.A, BC, _or(row.bias, BC), _or(row.codes, BC), _or(row.flags, BC), states, sums,
+            dim, row.padded, pieces, tokens, **row.strides("x", "dt"), **row.settings(arrangement),
         )  # fmt: skip
         _carry(states, sums, row.A, first, reverse=False)
         first = states
-    forward_kernel[(blocks, pieces, batch)](
-        row.x, row.dt, z, row.A, BC, D, bias, *common, _or(first, BC), y, kept, last,
-        dim, length, padded, pieces, tokens, segments, **row.strides("x", "dt", "z"), **settings,
+    return _outputs(row, BC, first, keep, arrangement, segment)
+
+
+def outputs_again(row: _Row, BC: Tensor, kept: Tensor) -> Tensor:
+    """y again, from the states that were kept: no piece waits for another."""
+    arrangement, segment = FORWARD, BACKWARD.segment
+    with device_of(row.x):
+        first = kept[:, :: row.pieces(arrangement, segment)[1] // segment].contiguous()
+        return _outputs(row, BC, first, False, arrangement, segment)[0]
+
+
+def _outputs(
+    row: _Row, BC: Tensor, first: Tensor | None, keep: bool, arrangement: Arrangement, segment: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `run_forward`, from the state before each piece."""
+    batch, length, dim = row.x.shape
+    pieces, tokens = row.pieces(arrangement, segment)
+    segments, most = triton.cdiv(row.padded, segment), row.A.shape[0]
+    y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
+    kept = row.A.new_empty((batch, segments, most, dim) if keep else (1,))
+    last = row.A.new_empty(batch, most, dim)
+    forward_kernel[(triton.cdiv(dim, arrangement.block), pieces, batch)](
+        row.x, row.dt, _or(row.z, row.x), row.A, BC, _or(row.D, BC), _or(row.bias, BC), _or(row.codes, BC),
+        _or(row.flags, BC), _or(first, BC), y, kept, last, dim, length, row.padded, pieces, tokens, segments,
+        **row.strides("x", "dt", "z"), **row.settings(arrangement),
         SEGMENT=segment, HAS_Z=row.z is not None, HAS_D=row.D is not None, HAS_FIRST=first is not None, KEEP=keep,
     )  # fmt: skip
     return y, kept, last
@@ -274,8 +314,8 @@ def run_backward(
     and pieces) and the state before the row."""
     batch, length, dim = row.x.shape
     most, padded, settings = row.A.shape[0], row.padded, row.settings(arrangement)
-    pieces, tokens = row.pieces(arrangement)
     blocks, segment = triton.cdiv(dim, arrangement.block), arrangement.segment
+    pieces, tokens = row.pieces(arrangement, segment)
     common = (_or(row.codes, BC), _or(row.flags, BC))
     bias, D, z, has_z = _or(row.bias, BC), _or(row.D, BC), _or(row.z, row.x), row.z is not None
     if pieces > 1:

@@ -15,7 +15,7 @@ import torch
 from comparison import ROUNDED, assert_equals_reference, conv_tensors, scan_tensors
 from torch import Tensor
 
-from ssm_tune.kernels import triton_conv, triton_scan
+from ssm_tune.kernels import recompute, triton_conv, triton_scan
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 # Two documents, padding at both ends, between and inside them; numbers that return.
@@ -82,6 +82,34 @@ def nothing_leaks() -> None:
     assert torch.equal(found, clean) and gradient.isfinite().all() and not gradient[:, :4].any(), "conv"
 
 
+def recomputed_outputs() -> None:
+    """Within a scope of recomputation whoever saves the output gets it again, equal to the bit."""
+    recompute.DEVICES = ("cpu",)
+    tensors = {name: t.float() for name, t in scan_tensors(length=13, dim=3, state=2).items()}
+    found = []
+    for inside in (False, True):
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        before = triton_scan.FORWARD, triton_scan.BACKWARD
+        triton_scan.FORWARD, triton_scan.BACKWARD = PIECES, SPREAD
+        kept: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: (k.append(t), t)[1], lambda t: t)
+        try:
+            with recompute.recomputed(leaves["x"]) if inside else hooks:
+                y = triton_scan.selective_scan(**leaves, seq_idx=DOCUMENTS)
+                loss = (y * y).sum()
+                address = y.data_ptr()
+                if inside:
+                    assert recompute._current().find(y) is not None, "no note of the output"
+                else:
+                    assert address in {t.data_ptr() for t in kept}
+                del y
+            found.append(torch.autograd.grad(loss, list(leaves.values())))
+        finally:
+            triton_scan.FORWARD, triton_scan.BACKWARD = before
+    for name, once, again in zip(tensors, *found, strict=True):
+        assert torch.equal(once, again), name
+
+
 CASES: dict[str, Callable[[], None]] = {
     "scan: documents": lambda: scan(scan_tensors(length=13, dim=5, state=3), seq_idx=DOCUMENTS),
     "scan: pieces": lambda: scan(scan_tensors(length=13, dim=34, state=4), PIECES, SPREAD, seq_idx=DOCUMENTS),
@@ -103,6 +131,7 @@ CASES: dict[str, Callable[[], None]] = {
     "conv: not contiguous": lambda: conv(conv_tensors(length=5, dim=3), view=lose_contiguity),
     "conv: bfloat16": lambda: conv(conv_tensors(length=9, dim=3), dtype=torch.bfloat16, tolerance=2 * ROUNDED),
     "nothing leaks": nothing_leaks,
+    "recomputed outputs": recomputed_outputs,
 }
 
 

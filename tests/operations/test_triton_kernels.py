@@ -32,6 +32,7 @@ CASES = (
     "conv: not contiguous",
     "conv: bfloat16",
     "nothing leaks",
+    "recomputed outputs",
 )
 WIDE = ("A", "D", "dt_bias", "initial_state")
 EXACT, BFLOAT16 = 2e-5, 2e-2
