@@ -84,6 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", {**ATTENTION, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "mamba3": ("mamba3", {**OURS, "pattern": "MM-*"}),
+    "mamba2_hybrid": ("mamba2_hybrid", {**OURS, "pattern": "MM*-", "rotary_dim": 16}),
     "samba": ("samba", {**OURS, "state_size": 16, "num_hidden_layers": 6}),
     "h3": ("h3", {**OURS, "pattern": "M-*-"}),
 }
@@ -113,7 +114,11 @@ def make_model(name: str, device: torch.device) -> nn.Module:
     if model_type in OWN_FAMILIES:
         import ssm_tune.architectures.auto  # noqa: F401  (its models are known to transformers then)
 
-        sizes = {key: value for key, value in sizes.items() if key != "mamba_head_dim" or model_type == "mamba3"}
+        sizes = {
+            key: value
+            for key, value in sizes.items()
+            if key != "mamba_head_dim" or model_type.startswith(("mamba2", "mamba3"))
+        }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **IDS, **sizes)).to(device)
     family = family_of(model_type)
