@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl import SFTTrainer
@@ -71,14 +72,15 @@ class DistributedTrainer(SFTTrainer):
         if processes == 1 or self.args.dataloader_drop_last or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, **kwargs)
         rows = FilledRows(dataset)
-
-        def choose(_: Any) -> Any:
-            sampler = None if sampler_fn is None else sampler_fn(dataset)
-            if isinstance(sampler, BatchRebalanceSampler):  # gives each process rows of its own
-                return sampler
-            return filled_sampler(sampler, rows, batch_size * processes, self.args.data_seed)
-
-        return super()._get_dataloader(rows, description, batch_size, choose, **kwargs)
+        sampler = None if sampler_fn is None else sampler_fn(dataset)
+        if not isinstance(sampler, BatchRebalanceSampler):  # which gives each process rows of its own
+            sampler = filled_sampler(sampler, rows, batch_size * processes, self.args.data_seed)
+        loader = super()._get_dataloader(rows, description, batch_size, lambda _: sampler, **kwargs)
+        if isinstance(loader.batch_sampler, BatchSamplerShard) and hasattr(sampler, "set_epoch"):
+            # What skips the batches of a resumed epoch stands between the loader and this one, and the loader looks no
+            # further: without it a run that is resumed inside its second epoch takes the rows of its first.
+            loader.batch_sampler.set_epoch = sampler.set_epoch
+        return loader
 
     # -- gradients ------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""FSDP2 by families, in two processes with gloo that serve all cases (`sharded_cases.py`): gradients, precision, what is
-wrapped, checkpoints."""
+"""FSDP2 by families, in two processes with gloo that serve all cases (`sharded_cases.py`): gradients, precision, what
+is wrapped, checkpoints."""
 
 from __future__ import annotations
 
