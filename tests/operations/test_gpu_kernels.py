@@ -36,8 +36,8 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 @pytest.fixture(autouse=True)
 def required_kernels() -> Iterator[None]:
-    """A fallback is an error: what passes here was computed by the kernels."""
-    kernels.set_kernel_order(None, required=True)
+    """A fallback is an error: what passes here was computed by the packages' kernels."""
+    kernels.set_kernel_order(("installed",), required=True)
     yield
     kernels.set_kernel_order(None)
 
