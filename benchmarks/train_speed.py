@@ -10,7 +10,8 @@ Variants of a row, all in one run:
   Fused, adapters behind the kernel are dead, and documents of a row see each other.
 - stock, made right: the same with the fused call switched off, so that adapters learn; documents still leak.
 - mamba_ssm: MambaLMHeadModel in a bare loop (full training only).
-- ours: this project's trainer and kernels; packed rows with documents kept apart.
+- ours: this project's trainer and kernels; packed rows with documents kept apart. With graphs: the blocks recorded
+  in CUDA graphs (kernels.graphs).
 All in bfloat16 with float32 masters for what is trained, torch's fused AdamW, the same batch, no gradient
 checkpointing, losses logged at the end. Time is wall-clock over several steps after three; the first step, where Triton
 tunes and compiles, is printed apart. Activations: the most memory in use, less weights, optimizer state and finished
@@ -47,7 +48,7 @@ from speed_rows import (
 )
 from torch import nn
 
-VARIANTS = ("stock", "stock, made right", "mamba_ssm", "ours")
+VARIANTS = ("stock", "stock, made right", "mamba_ssm", "ours", "ours, graphs")
 LORA = {"r": 16, "lora_alpha": 32}
 Packed = list[list[np.ndarray]]
 
@@ -107,12 +108,15 @@ def train_stock(row: Row, packed: Packed, meter: Meter, arguments: argparse.Name
     return model
 
 
-def train_ours(row: Row, packed: Packed, meter: Meter, arguments: argparse.Namespace) -> nn.Module:
+def train_ours(
+    row: Row, packed: Packed, meter: Meter, arguments: argparse.Namespace, graphs: bool = False
+) -> nn.Module:
     from datasets import Dataset
 
     from ssm_tune.adapter import apply_adapter
     from ssm_tune.data import Collator
     from ssm_tune.mixers import patch_model
+    from ssm_tune.mixers.layer_graphs import layer_graphs
     from ssm_tune.model import set_trainable
     from ssm_tune.recipe import AdapterSection
     from ssm_tune.run_folder import RunFolder
@@ -139,7 +143,8 @@ def train_ours(row: Row, packed: Packed, meter: Meter, arguments: argparse.Names
             collator=Collator(0, fixed_length=row.length),
             callbacks=[MeterCallback(meter)],
         )
-        trainer.train()
+        with layer_graphs(graphs):
+            trainer.train()
     return model
 
 
@@ -183,7 +188,7 @@ def single_documents(row: Row, packed: Packed) -> int:
 def counted_tokens(row: Row, packed: Packed, variant: str) -> float:
     """Tokens of a step that are no padding."""
     tokens = sum(len(d) for documents in packed for d in documents)
-    if row.gsm8k and variant != "ours":
+    if row.gsm8k and not variant.startswith("ours"):
         return tokens / sum(map(len, packed)) * single_documents(row, packed)
     return tokens / len(packed) * row.batch
 
@@ -201,6 +206,7 @@ def measure(row: Row, variant: str, packed: Packed, arguments: argparse.Namespac
         "stock, made right": lambda meter: train_stock(row, packed, meter, arguments, fused=False),
         "mamba_ssm": lambda meter: train_theirs(row, packed, meter, arguments),
         "ours": lambda meter: train_ours(row, packed, meter, arguments),
+        "ours, graphs": lambda meter: train_ours(row, packed, meter, arguments, graphs=True),
     }
     meter = Meter(arguments.seconds, most=2 if arguments.tiny else 20)
     found: dict[str, Any] = {"row": row.name, "variant": variant, "when": time.strftime("%Y-%m-%d %H:%M")}
@@ -254,7 +260,7 @@ def table(results: list[dict[str, Any]]) -> str:
             ratio = share = ""
             if variant != "stock" and stock.get("tokens_per_second"):
                 ratio = f"{entry['tokens_per_second'] / stock['tokens_per_second']:.2f}"
-                if variant == "ours" and row.target:
+                if variant.startswith("ours") and row.target:
                     ratio += f" (target {row.target})"
                 if stock["activations_gib"]:
                     share = f"{entry['activations_gib'] / stock['activations_gib']:.2f}"

@@ -50,7 +50,9 @@ def test_training_speed_in_small(tmp_path: Path) -> None:
     file, rows = tmp_path / "results.json", ["mamba-130m-full", "codestral-7b-lora", "mamba2-130m-gsm8k"]
     run("train_speed.py", "--tiny", "--device", "cpu", "--rows", *rows, "--results", str(file))
     found = {(entry["row"], entry["variant"]): entry for entry in json.loads(file.read_text(encoding="utf-8"))}
-    assert set(found) == {(row, variant) for row in rows for variant in ("stock", "stock, made right", "ours")}
+    assert set(found) == {
+        (row, variant) for row in rows for variant in ("stock", "stock, made right", "ours", "ours, graphs")
+    }
     for key, entry in found.items():
         assert "problem" not in entry, (key, entry)
         assert entry["tokens_per_second"] > 0 and entry["steps"] == 2
