@@ -70,10 +70,15 @@ class RandomCheckpoint(Checkpoint):
     device = torch.device("cpu")
 
     def weights(self) -> dict[str, StoredTensor]:
-        model = meta_model(self.config)
         return {
-            name: StoredTensor(tuple(t.shape), torch.bfloat16, Path("random"), self._reader(name, tuple(t.shape)))
-            for name, t in model.state_dict().items()
+            name: StoredTensor(
+                shape=tuple(tensor.shape),
+                dtype=torch.bfloat16,
+                file=Path("random"),
+                name=name,
+                _read=self._reader(name, tuple(tensor.shape)),
+            )
+            for name, tensor in meta_model(self.config).state_dict().items()
         }
 
     def _reader(self, name: str, shape: tuple[int, ...]) -> Any:
@@ -243,6 +248,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     wrong = 0
     with without_tuning():  # memory and loss are measured here, not speed; tuning takes minutes

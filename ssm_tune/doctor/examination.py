@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from ssm_tune.doctor.paths import FAILURES, find_paths
 from ssm_tune.doctor.report import Advice, ModelReport, PackageReport, Report, kernel_status
 from ssm_tune.families import family_of
 from ssm_tune.kernels import set_kernel_order
-from ssm_tune.kernels.backends import KernelTrial, try_kernels
+from ssm_tune.kernels.backends import OPERATIONS, KernelTrial, try_kernels
 from ssm_tune.kernels.packages import without_downloads
 from ssm_tune.recipe import KernelsSection, ModelSection, RecipeError, load_recipe
 from ssm_tune.shipped import shipped_names
@@ -47,17 +49,31 @@ def run_doctor(model: str | None = None, *, as_json: bool = False) -> int:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = examine(model)
+        report = examine(model, say=_Progress())
     print(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
     return 0 if report.ok else 1
 
 
-def examine(model: str | Path | None = None, device: str | torch.device | None = None) -> Report:
+class _Progress:
+    """What is being called, on a terminal: the first call of a kernel on a GPU compiles it, for up to a minute."""
+
+    def __call__(self, line: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}" if line else "\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def examine(
+    model: str | Path | None = None,
+    device: str | torch.device | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
     """What works here, and which paths a model would take. Weights are not read, and no kernel is downloaded.
 
     Args:
         model: a checkpoint's folder or Hub name (its config alone is read), a run folder, a recipe's file or name.
+            Only the kernels of its operations are called then.
         device: that the model would run on; None: the GPU if there is one.
+        say: is told what is being called, and "" at the end.
 
     Raises:
         RecipeError: there is no such model, or its config cannot be read.
@@ -70,9 +86,14 @@ def examine(model: str | Path | None = None, device: str | torch.device | None =
         packages = look_at_packages()
         _set_order(asked)
         try:
-            trials = [*try_kernels(), *try_packed_weights(packages, place)]
+            say("the model's mixer" if asked is not None else "")
             found = None if asked is None else _describe_model(asked, place)
+            used = {path.operation for path in found.paths} if found is not None and found.paths else OPERATIONS
+            trials = try_kernels([operation for operation in OPERATIONS if operation in used], say)
+            say("packed weights")
+            trials += try_packed_weights(packages, place)
         finally:
+            say("")
             set_kernel_order(None)
     advice = [*_judge_machine(machine), *judge_packages(packages, capability)]
     advice += _judge_kernels(trials, packages, place)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from ssm_tune.doctor.report import PathReport
 from ssm_tune.families import Family, family_of
 from ssm_tune.kernels.backends import KernelChoice, recorded_calls
+from ssm_tune.kernels.tuning import without_tuning
 from ssm_tune.model import meta_model
 
 TOKENS = 64
@@ -36,7 +37,7 @@ def find_paths(config: PreTrainedConfig, device: torch.device, dtype: torch.dtyp
             _materialise(module, family, device, dtype)
     paths: list[PathReport] = []
     # The sizes of weights are a mixer's own; what comes in is small, and random.
-    with torch.random.fork_rng(devices=[]), recorded_calls() as calls:
+    with torch.random.fork_rng(devices=[]), without_tuning(), recorded_calls() as calls:
         x = torch.randn(1, TOKENS, config.hidden_size).to(device, dtype)
         compute = torch.autocast("cuda", torch.bfloat16) if dtype == torch.bfloat16 and device.type == "cuda" else None
         with compute or nullcontext():

@@ -285,13 +285,20 @@ class KernelTrial:
     failure: str | None
 
 
-def try_kernels(operations: Sequence[str] = OPERATIONS) -> list[KernelTrial]:
-    """Call every kernel of these operations once, on the kind of device that it is for."""
+def try_kernels(
+    operations: Sequence[str] = OPERATIONS, say: Callable[[str], None] = lambda line: None
+) -> list[KernelTrial]:
+    """Call every kernel of these operations once, on the kind of device that it is for.
+
+    `say` is told what comes next: compiling a kernel may take a minute.
+    """
     trials = []
     for backend in BACKENDS:
         if backend.operation not in operations or backend.devices is None:
             continue
         for kind in backend.devices:
+            if _is_here(kind):
+                say(f"{backend.operation} by {backend.name}")
             found = _failure(backend, torch.empty(0, device=kind).device) if _is_here(kind) else None
             name = backend.prebuilt.repo if backend.prebuilt is not None else backend.package
             trials.append(KernelTrial(backend.operation, backend.name, backend.source, name, kind, found))

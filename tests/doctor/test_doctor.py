@@ -146,6 +146,16 @@ def test_the_paths_of_a_model_on_each_machine(
     assert bool(found.cost) == bool(reason)
 
 
+def test_only_the_kernels_of_a_model_are_called_for_it(machine: Machine, tmp_path: Path) -> None:
+    machine("both")
+    tiny_config("mamba").save_pretrained(tmp_path / "model")
+    said: list[str] = []
+    report = examine(tmp_path / "model", device="cpu", say=said.append)
+    tried = {trial.operation for trial in report.kernels if trial.backend != "bitsandbytes"}
+    assert {"selective_scan", "selective_scan_step", "causal_conv1d", "causal_conv1d_step"} == tried
+    assert "selective_scan by mamba_ssm" in said
+
+
 # -- packages ------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +217,7 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path: Path, monkeypatch: 
 def only_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packages and kernels of this machine are looked at in other tests."""
     monkeypatch.setattr(examination, "look_at_packages", lambda: [])
-    monkeypatch.setattr(examination, "try_kernels", lambda: [])
+    monkeypatch.setattr(examination, "try_kernels", lambda operations, say: [])
     monkeypatch.setattr(examination, "try_packed_weights", lambda packages, device: [])
 
 
