@@ -142,11 +142,15 @@ class AdapterSection:
 
 @dataclass
 class KernelsSection:
-    """order: which kernels are tried, first to last, by source or by name. required: a slow fallback is an error."""
+    """order: which kernels are tried, first to last, by source or by name. required: a slow fallback is an error.
+
+    graphs: train batches of one shape by CUDA graphs of the blocks, where a small model waits for launches.
+    """
 
     order: list[str] | None = _setting(choices=KERNELS)
     required: bool = False
     self_check: bool = True
+    graphs: bool = False
 
 
 @dataclass

@@ -27,6 +27,7 @@ from ssm_tune.families import family_of, refusals
 from ssm_tune.faults import told
 from ssm_tune.kernels import kernel_report, set_kernel_order
 from ssm_tune.mixers import patch_model
+from ssm_tune.mixers.layer_graphs import layer_graphs
 from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
 from ssm_tune.outputs.run import Run
 from ssm_tune.peers import join
@@ -150,22 +151,30 @@ def _train(job: Job) -> Run:
             checkpoint = folder.last_checkpoint() if job.resume else None
             if job.is_main:
                 _write_recipe(job, folder)
-            _choose_kernels(job.recipe)
+            _choose_kernels(job)
             tokenizer, data, arguments, defaults = _prepare(job, checkpoint)
             model = _build_model(job, folder, tokenizer)
             trainer = _build_trainer(job, folder, model, tokenizer, data, arguments, checkpoint, signals)
             checked = _check_itself(job.recipe, trainer, packing=_is_packed(job))
             if job.is_main:
                 _announce(job, folder, trainer, data, [*defaults, *checked])
-            _fit(trainer, folder, checkpoint, signals)
+            with layer_graphs(job.recipe.kernels.graphs):
+                _fit(trainer, folder, checkpoint, signals)
             return close_run(trainer, folder, job.recipe, job.task, data)
 
 
-def _choose_kernels(recipe: Recipe) -> None:
+def _choose_kernels(job: Job) -> None:
+    recipe = job.recipe
+    where = recipe.source or "recipe"
     try:
         set_kernel_order(recipe.kernels.order, recipe.kernels.required)
     except ValueError as error:
-        raise RecipeError(f"{recipe.source or 'recipe'}: {error}") from error
+        raise RecipeError(f"{where}: {error}") from error
+    if recipe.kernels.graphs and job.sharding is not None:
+        raise RecipeError(
+            f"{where}: kernels.graphs: a CUDA graph cannot gather sharded weights. Set it to false, or train without "
+            "FSDP."
+        )
 
 
 def _is_packed(job: Job) -> bool:

@@ -64,6 +64,8 @@ def selective_scan(
     if return_final_state and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         raise Unsupported("a gradient through the final state")
     documents = None if seq_idx is None else find_documents(seq_idx)
+    if documents is not None and documents.starts is None:
+        raise Unsupported("where documents start has to be waited for, which a CUDA graph cannot")
     A, D, dt_bias = (None if t is None else t.float() for t in (A, D, dt_bias))
     if documents is not None and not dt_softplus and dt_bias is not None:
         dt, dt_bias = dt + dt_bias, None  # so that what `_set_starts` writes is the step itself
