@@ -1,0 +1,133 @@
+"""The blocks of a backbone as one CUDA graph, forward and one backward: for training on rows of one fixed shape.
+
+A Mamba-2 block is some thirty launches forward and as many backward, which Python gives to the GPU more slowly than a
+small model computes them. Packed rows all have one shape, so that the launches can be recorded once and played again.
+Only the blocks are recorded: embeddings, head, loss, optimizer and the trainer stay as they are, and a batch of another
+shape, evaluation and decoding go the usual way.
+
+What is recorded cannot look at values. Documents are therefore found on the GPU, in the graph itself, from the batch's
+own `seq_idx` (`kernels.documents.without_waiting`); a kernel that has to wait for where documents start is passed over.
+A graph keeps the memory of its activations for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ssm_tune.kernels.documents import without_waiting
+
+logger = logging.getLogger(__name__)
+
+_on = False
+_graphs: WeakKeyDictionary[nn.Module, _Graph] = WeakKeyDictionary()
+
+
+@contextmanager
+def layer_graphs(on: bool = True) -> Iterator[None]:
+    """Within, backbones in training record their blocks, from the second batch of one shape on, if `on`."""
+    global _on
+    before, _on = _on, on
+    try:
+        yield
+    finally:
+        _on = before
+        _graphs.clear()  # and with them the memory that they keep
+
+
+def run_blocks(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor | None:
+    """What the blocks of a backbone make of hidden_states (batch, length, hidden), by its graph; None: not by a graph.
+
+    The batch must have no padding inside a document.
+    """
+    if not (_on and backbone.training and torch.is_grad_enabled() and can_be_recorded(hidden_states.device)):
+        return None
+    graph = _graphs.get(backbone)
+    if graph is None:
+        graph = _graphs[backbone] = _Graph()
+    return graph.run(backbone, hidden_states, seq_idx)
+
+
+def can_be_recorded(device: torch.device) -> bool:
+    """Whether there are CUDA graphs on a device, and none is being recorded already."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+class _Blocks(nn.Module):
+    """What is recorded: all blocks, one after the other."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, hidden_states: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+        # A tensor of this call's own: what is worked out of it is kept by tensor, and must be worked out in the graph.
+        seq_idx = None if seq_idx is None else seq_idx.clone()
+        with without_waiting():
+            for block in self.blocks:
+                hidden_states = block(hidden_states, seq_idx=seq_idx)
+        return hidden_states
+
+
+class _Graph:
+    """The graph of one backbone, for the first shape that comes twice in a row."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[Any, ...] | None = None
+        self.recorded: tuple[Any, ...] | None = None
+        self.replay: Callable[..., Tensor] | None = None
+        self.failed = False
+
+    def run(self, backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor | None:
+        key = _key(backbone, hidden_states, seq_idx)
+        if self.replay is not None and key == self.recorded:
+            return self.replay(hidden_states) if seq_idx is None else self.replay(hidden_states, seq_idx)
+        twice, self.seen = key == self.seen, key
+        if self.failed or self.replay is not None or not twice:
+            return None
+        try:
+            self.replay = record(_Blocks(backbone.layers), hidden_states, seq_idx)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.failed = True
+            logger.warning(
+                "kernels.graphs: the blocks cannot be recorded in a CUDA graph (%s). Every kernel is launched by "
+                "itself instead, which takes longer where the model is small.",
+                " ".join(str(error).split())[:300],
+            )
+            return None
+        self.recorded = key
+        return self.run(backbone, hidden_states, seq_idx)
+
+
+def _key(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> tuple[Any, ...]:
+    """What a graph is good for: shapes, dtypes, autocast, and which parameters are where and trained."""
+    kind = hidden_states.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    parameters = tuple((p.data_ptr(), p.requires_grad) for p in backbone.layers.parameters())
+    return (
+        tuple(hidden_states.shape),
+        hidden_states.dtype,
+        hidden_states.requires_grad,
+        None if seq_idx is None else seq_idx.dtype,
+        autocast,
+        parameters,
+    )
+
+
+def record(blocks: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Callable[..., Tensor]:
+    """A function that computes the blocks by playing graphs, which autograd differentiates by playing another."""
+    sample = hidden_states.detach().clone().requires_grad_(hidden_states.requires_grad)
+    samples = (sample,) if seq_idx is None else (sample, seq_idx.detach().clone())
+    kind = hidden_states.device.type
+    enabled = torch.is_autocast_enabled(kind)
+    # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
+    with torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False):
+        return torch.cuda.make_graphed_callables(blocks, samples, allow_unused_input=True)
