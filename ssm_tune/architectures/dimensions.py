@@ -102,6 +102,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "780m": _widths(1536, 48),
             "1.3b": _widths(2048, 48),
             "2.7b": _widths(2560, 64),
+            # Mamba-Codestral-7B-v0.1's params.json; the Mamba-2 of Waleffe et al. (2024), table 6.
+            "7b": _widths(4096, 64, n_groups=8, tie_word_embeddings=False),
+            "8b": _widths(4096, 56, n_groups=8, tie_word_embeddings=False),
         },
         16,
     ),

@@ -192,6 +192,15 @@ def test_published_sizes(architecture: str, size: str, width: int, layers: int) 
     assert sum(parameter.numel() for parameter in meta_model(config).parameters()) == expected
 
 
+@pytest.mark.parametrize(
+    ("size", "vocabulary", "parameters"), [("7b", 32768, 7_285_403_648), ("8b", 256000, 8_236_999_680)]
+)
+def test_large_mamba2_has_the_published_number_of_parameters(size: str, vocabulary: int, parameters: int) -> None:
+    """Codestral's weights are 7.29 billion numbers, those of NVIDIA's mamba2-8b-3t-4k 8.24."""
+    config = plan_config(section("mamba2", size), vocabulary, NO_TOKENS)
+    assert sum(parameter.numel() for parameter in meta_model(config).parameters()) == parameters
+
+
 @pytest.mark.parametrize(("architecture", "rows"), [("mamba", 50280), ("mamba2", 50288), ("falcon_mamba", 50280)])
 def test_vocabulary_is_padded_as_published(architecture: str, rows: int) -> None:
     assert plan_config(small(architecture), 50277, NO_TOKENS).vocab_size == rows
