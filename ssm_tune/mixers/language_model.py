@@ -18,6 +18,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.documents import document_index, mask_labels
+from ssm_tune.mixers.layer_graphs import run_blocks
 from ssm_tune.mixers.projections import project
 
 _renamed = deprecate_kwarg("cache_params", "5.40.0", new_name="cache")  # as stock does
@@ -93,9 +94,16 @@ class Backbone(Patched):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         all_hidden_states = []
-        for block in self.layers:
-            hidden_states = block(hidden_states, cache=cache, seq_idx=seq_idx)
-            all_hidden_states.append(hidden_states)
+        recorded = None
+        if cache is None and not output_hidden_states:
+            recorded = run_blocks(self, hidden_states, seq_idx)
+        if recorded is not None:
+            hidden_states = recorded
+        else:
+            for block in self.layers:
+                hidden_states = block(hidden_states, cache=cache, seq_idx=seq_idx)
+                if output_hidden_states:
+                    all_hidden_states.append(hidden_states)
         hidden_states = self.norm_f(hidden_states)
         all_hidden_states.append(hidden_states)
         output = _output_class(self, "Model", "Output")(
