@@ -136,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(prepare)
     validate = command("validate", run_validate, "check a recipe and the files that it names; no network, no weights")
     _add_recipe(validate)
+    validate.add_argument("--task", choices=("sft", "pretrain"), help="default: what the recipe's first comment says")
     doctor = command("doctor", run_doctor, "say what works here, which kernels a model would use, and what to repair")
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="a model's or run's folder, a recipe, or a Hub name")
     doctor.add_argument("--json", action="store_true", help="for programs; exit code 0: all well, 1: see advice")
@@ -307,7 +308,7 @@ def run_validate(arguments: argparse.Namespace) -> None:
     from ssm_tune.recipe import load_recipe
     from ssm_tune.validation import check_recipe
 
-    for line in check_recipe(load_recipe(arguments.recipe, arguments.overrides)):
+    for line in check_recipe(load_recipe(arguments.recipe, arguments.overrides), arguments.task):
         print(line)
 
 

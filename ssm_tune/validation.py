@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from ssm_tune.recipe import Recipe, RecipeError
 
 
-def check_recipe(recipe: Recipe) -> list[str]:
+def check_recipe(recipe: Recipe, task: str | None = None) -> list[str]:
     """Look into the files that a recipe names: rows, chat template, the model's config, the adapter's targets.
+
+    `task`: what the recipe is for, sft or pretrain; None: as the command in its first comment says, else sft.
 
     Returns what was found and what could not be checked here (names on the Hub), a line each.
 
@@ -19,9 +22,16 @@ def check_recipe(recipe: Recipe) -> list[str]:
     """
     mistakes: list[str] = []
     notes: list[str] = [f"{recipe.source or 'recipe'}: the text has no mistake"]
-    for check in (_check_data, _check_template, _check_model, _check_output):
+    task = task or _task_of(recipe)
+    checks = (
+        lambda: _check_data(recipe, task),
+        lambda: _check_template(recipe),
+        lambda: _check_model(recipe, task),
+        lambda: _check_output(recipe),
+    )
+    for check in checks:
         try:
-            notes += check(recipe)
+            notes += check()
         except RecipeError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -29,7 +39,15 @@ def check_recipe(recipe: Recipe) -> list[str]:
     return notes
 
 
-def _check_data(recipe: Recipe) -> list[str]:
+def _task_of(recipe: Recipe) -> str:
+    """What the recipe says that it is run with: `# ssm-tune pretrain NAME ...`."""
+    found = re.search(r"^#.*\bssm-tune (sft|pretrain)\b", recipe.text, re.MULTILINE)
+    if found is not None:
+        return found[1]
+    return "sft" if recipe.data.prepared is None else "pretrain"
+
+
+def _check_data(recipe: Recipe, task: str) -> list[str]:
     from ssm_tune.data import check_sources
 
     if recipe.data.prepared is not None:
@@ -39,7 +57,7 @@ def _check_data(recipe: Recipe) -> list[str]:
         if (folder / INDEX).is_file():
             return [f"{folder}: {len(TokenShards(folder).parts)} parts of tokens, of the right size"]
         return [*check_sources(recipe.data, "pretrain"), f"{folder}: not there yet; ssm-tune prepare makes it"]
-    return check_sources(recipe.data)
+    return check_sources(recipe.data, task)
 
 
 def _check_template(recipe: Recipe) -> list[str]:
@@ -63,28 +81,28 @@ def _check_template(recipe: Recipe) -> list[str]:
     return [f"{path}: renders a question and an answer"]
 
 
-def _check_model(recipe: Recipe) -> list[str]:
+def _check_model(recipe: Recipe, task: str) -> list[str]:
     section = recipe.model
     if section.architecture is not None:
         from ssm_tune.architectures import plan_config
 
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        return _check_config(recipe, plan_config(section, recipe.tokenizer.vocab_size or 1024, tokens), "model")
+        return _check_config(recipe, task, plan_config(section, recipe.tokenizer.vocab_size or 1024, tokens), "model")
     assert section.name is not None
     if not Path(section.name).exists():
         return [f"{section.name}: on the Hub, not looked into"]
     from ssm_tune.model import read_config
 
-    return _check_config(recipe, read_config(section.name, local_only=True), section.name)
+    return _check_config(recipe, task, read_config(section.name, local_only=True), section.name)
 
 
-def _check_config(recipe: Recipe, config: Any, name: str) -> list[str]:
+def _check_config(recipe: Recipe, task: str, config: Any, name: str) -> list[str]:
     from ssm_tune.families import family_of, refusals
 
     found = [f"{name}: a {config.model_type}"]
     mistakes = refusals(
         family_of(config.model_type),
-        packing=bool(recipe.training.get("packing")) and recipe.data.isolate,
+        packing=bool(recipe.training.get("packing", task == "pretrain")) and recipe.data.isolate,
         attention=recipe.model.attn_implementation or config._attn_implementation,
     )
     if recipe.adapter is not None:

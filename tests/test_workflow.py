@@ -260,3 +260,22 @@ def test_a_recipe_and_python_are_the_same_run(tmp_path):
     assert losses(tmp_path / "python") == losses(tmp_path / "file")
     assert torch.equal(logits(python.model), logits(file.model))
     assert not (tmp_path / "file" / "base_model").exists()
+
+
+@pytest.mark.parametrize(
+    ("header", "task", "refused"), [("pretrain", None, True), ("sft", None, False), ("sft", "pretrain", True)]
+)
+def test_validate_looks_at_rows_as_the_task_does(header, task, refused, tmp_path):
+    """Questions and answers are rows of sft, not of pretrain, which takes text."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
+    (tmp_path / "recipe.yaml").write_text(
+        f"# one line\n#   ssm-tune {header} recipe.yaml\nmodel: {{architecture: mamba, size: 130m}}\n"
+        f"tokenizer: {{train: true, vocab_size: 300}}\ndata: {{train: [{{path: rows.jsonl}}]}}\n"
+        f"training: {{output_dir: run, max_steps: 1}}\n"
+    )
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"), [])
+    if refused:
+        with pytest.raises(RecipeError, match="pretrain"):
+            check_recipe(recipe, task)
+    else:
+        assert any("1 rows are usable" in line for line in check_recipe(recipe, task))
