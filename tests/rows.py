@@ -6,7 +6,10 @@ each alone.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -107,10 +110,48 @@ LAYOUTS: dict[str, Callable[[list[Tensor]], Layout]] = {
 }
 
 
+@contextmanager
+def stockin_pytorch() -> Iterator[None]:
+    """Within, transformers' blocks compute with the PyTorch code that they carry, whatever packages are installed.
+
+    A modeling file binds mamba_ssm's and causal_conv1d's functions by decorators when it is imported, and calls them
+    for tensors on the CPU too, where they fail.
+    """
+    changed = []
+    for file, module in list(sys.modules.items()):
+        if file.startswith("transformers.models.") and ".modeling_" in file:
+            changed += [(module, name, bound) for name, bound in vars(module).items() if _from_a_package(name, bound)]
+    try:
+        for module, name, bound in changed:
+            setattr(module, name, in_pytorch(bound))
+        yield
+    finally:
+        for module, name, bound in changed:
+            setattr(module, name, bound)
+
+
+def _from_a_package(name: str, bound: Any) -> bool:
+    """Whether a modeling file's name is bound to what such a decorator made; where kernels is installed, a module."""
+    decorated = isinstance(bound, torch.nn.Module) or hasattr(bound, "__wrapped__")
+    return name.startswith(("causal_conv1d", "mamba")) and decorated
+
+
+def in_pytorch(bound: Any) -> Callable[..., Any]:
+    """The function below transformers' decorator."""
+    if isinstance(bound, torch.nn.Module):
+        bound = inspect.getclosurevars(type(bound).forward).nonlocals["func"]
+    return inspect.unwrap(bound)
+
+
 def run(model: Any, layout: Layout, tokens: int | None = None, **inputs: Any) -> Any:
-    """The model's output for a layout; with `tokens`, its loss is a sum over labels divided by that number."""
+    """The model's output for a layout; with `tokens`, its loss is a sum over labels divided by that number.
+
+    On a CPU stock computes in PyTorch, see `stock_in_pytorch`; on a GPU with the packages that are installed.
+    """
     loss = {} if tokens is None else {"labels": layout.labels, "num_items_in_batch": torch.tensor(tokens)}
-    return model(**layout.inputs, **loss, use_cache=False, **inputs)
+    on_cpu = layout.labels.device.type == "cpu"
+    with stockin_pytorch() if on_cpu else nullcontext():
+        return model(**layout.inputs, **loss, use_cache=False, **inputs)
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,12 +24,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, package: Package = MAMBA_
     """The operation of `ssm_tune.kernels.rms_norm`.
 
     Raises:
-        Unsupported: float64, rows too wide, or more numbers than 32-bit offsets reach.
+        Unsupported: float64, or rows too wide.
     """
     _refuse(x, x.shape[-1])
     normalise = package.function("ops.triton.layer_norm.rms_norm_fn")
     with device_of(x):
-        return normalise(x, weight, None, eps=eps)
+        return _in_pieces(lambda x: normalise(x, weight, None, eps=eps), x)
 
 
 def gated_rms_norm(
@@ -43,13 +45,12 @@ def gated_rms_norm(
     """The operation of `ssm_tune.kernels.gated_rms_norm`.
 
     Raises:
-        Unsupported: float64, groups too wide, or more numbers than 32-bit offsets reach.
+        Unsupported: float64, or groups too wide.
     """
     _refuse(y, group_size or y.shape[-1])
-    _refuse(z, group_size or z.shape[-1])
     normalise = package.function("ops.triton.layernorm_gated.rmsnorm_fn")
     with device_of(y):
-        return normalise(y, weight, None, z, eps, group_size, norm_before_gate)
+        return _in_pieces(lambda y, z: normalise(y, weight, None, z, eps, group_size, norm_before_gate), y, z)
 
 
 def _refuse(x: Tensor, width: int) -> None:
@@ -57,6 +58,16 @@ def _refuse(x: Tensor, width: int) -> None:
         raise Unsupported("float64 is computed by the reference only")
     if width * x.element_size() > _WIDEST:
         raise Unsupported(f"a mean over {width} channels, at most {_WIDEST // x.element_size()}")
-    rows = x.numel() // x.shape[-1]
-    if rows * max(x.stride(-2) if x.dim() > 1 else 0, x.shape[-1]) >= _LARGEST:
-        raise Unsupported(f"{x.numel()} numbers, beyond 32-bit offsets")
+
+
+def _in_pieces(normalise: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`normalise` of as many rows at a time as 32-bit offsets reach."""
+    dim = tensors[0].shape[-1]
+    # From one row to the next; a part of a wider projection lies apart. The kernels copy rows that are not dense.
+    steps = [max(t.stride(-2) if t.dim() > 1 and t.stride(-1) == 1 else 0, dim) for t in tensors]
+    rows = max(1, (_LARGEST - 1) // max(steps))
+    if tensors[0].numel() // dim <= rows:
+        return normalise(*tensors)
+    # Split, not sliced: the gradient of each slice would be a whole tensor of zeros.
+    pieces = zip(*(t.reshape(-1, dim).split(rows) for t in tensors), strict=True)
+    return torch.cat([normalise(*piece) for piece in pieces]).view(tensors[0].shape)

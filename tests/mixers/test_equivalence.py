@@ -9,7 +9,9 @@ otherwise). Most of the widths here are not multiples of eight, which stock's ke
 from __future__ import annotations
 
 import copy
+import sys
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from rows import (
     Layout,
     alone,
     alone_logits,
+    in_pytorch,
     make_documents,
     order_of,
     packed,
@@ -30,6 +33,7 @@ from rows import (
     worst_gradient,
 )
 from tiny import EIGHT_HEADS, KINDS, tiny_config, tiny_model
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from ssm_tune.families import family_of
 from ssm_tune.mixers import patch_model
@@ -97,6 +101,27 @@ def with_adapters(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return adapted
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "lfm2"])
+def test_the_truth_on_a_cpu_uses_no_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where causal_conv1d is installed: transformers' decorator binds its function, which fails for a CPU."""
+
+    def causal_conv1d_fn(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        raise RuntimeError("Expected x.is_cuda() to be true")
+
+    truth, model, layout = alone_logits(kind), tiny_model(kind), next(alone(make_documents()))
+    package = ModuleType("causal_conv1d")
+    package.causal_conv1d_fn = causal_conv1d_fn
+    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+    stock = sys.modules[type(model).__module__]
+    decorate = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")
+    monkeypatch.setattr(stock, "causal_conv1d_fn", decorate(in_pytorch(stock.causal_conv1d_fn)))
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        model(**layout.inputs)
+    assert torch.equal(run(model, layout).logits[0], truth[0])
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        model(**layout.inputs)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -175,12 +175,15 @@ def assert_equals_reference(
     tensors: dict[str, Tensor | None],
     dtype: torch.dtype = torch.float32,
     tolerance: float = EXACT,
+    looser: dict[str, float] | None = None,
     **settings: Any,
 ) -> None:
-    """The relative error of everything is within `tolerance`, and what the reference gives as zero is zero exactly."""
+    """The relative error of everything is within `tolerance`, and what the reference gives as zero is zero exactly.
+
+    looser: larger tolerances, by the name of what is compared.
+    """
     rounded = {name: None if t is None else t.to(dtype).double() for name, t in tensors.items()}
-    for name in settings.get("wide", ()):
-        rounded[name] = tensors[name]
+    rounded |= {name: tensors[name] for name in settings.get("wide", ()) if name in tensors}
     reference_settings = {name: v for name, v in settings.items() if name not in ("device", "wide", "view")}
     truth = getattr(reference, operation)
     truth = without_state(truth) if operation == "ssd_block" else truth
@@ -192,4 +195,4 @@ def assert_equals_reference(
         error = ((found[name] - truth).norm() / truth.norm().clamp(min=1e-30)).item()
         if truth.norm() == 0:
             error = found[name].norm().item()
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+        assert error <= max(tolerance, (looser or {}).get(name, 0.0)), f"{name}: relative error {error:.2e}"

@@ -374,6 +374,25 @@ def test_norms(as_if_cuda: None, caplog: pytest.LogCaptureFixture) -> None:
     assert "a mean over 16385 channels, at most 16384" in caplog.text
 
 
+def test_norms_beyond_32_bit_offsets_are_done_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """z is part of a wider projection: 20 numbers from one row to the next, so that 3 of 14 rows fit."""
+    norms = ours("mamba_ssm_norm")
+    monkeypatch.setattr(norms, "_LARGEST", 61)
+    wide, weight = draw(2, 7, 20).float().requires_grad_(), draw(8).float().requires_grad_()
+    for settings in ((None, False), (4, True)):
+        y = draw(2, 7, 8).float().requires_grad_()
+        found = norms.gated_rms_norm(y, wide[..., 3:11], weight, 1e-5, *settings)
+        expected = kernels.reference.gated_rms_norm(y, wide[..., 3:11], weight, 1e-5, *settings)
+        torch.testing.assert_close(found, expected)
+        slope = draw(2, 7, 8).float()
+        pairs = [torch.autograd.grad(result, (y, wide, weight), slope) for result in (found, expected)]
+        torch.testing.assert_close(*pairs)
+    assert stand_ins.CALLS == ["rmsnorm_fn"] * 10
+    found = norms.rms_norm(wide[..., 3:11], weight, 1e-5)
+    torch.testing.assert_close(found, kernels.reference.rms_norm(wide[..., 3:11], weight, 1e-5))
+    assert stand_ins.CALLS[10:] == ["rms_norm_fn"] * 5
+
+
 def test_documents_are_found_once_while_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     count = []
     find = documents._find_documents

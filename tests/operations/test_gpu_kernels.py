@@ -29,6 +29,11 @@ pytestmark = pytest.mark.gpu
 WIDE = ("A", "D", "dt_bias", "initial_state")
 # Of float32: exact kernels; products in TF32 (unless TRITON_F32_DEFAULT=ieee). Of bfloat16: inputs and outputs rounded.
 EXACT, TF32, BFLOAT16 = 2e-5, 2e-5 if os.environ.get("TRITON_F32_DEFAULT") == "ieee" else 3e-3, 2e-2
+# The gradient of A in float32: mamba_ssm's kernels take decays between tokens from a sum of dt A that runs over the
+# chunk, up to -1200 for the numbers here, where float32 has steps of 1e-4; and its contributions, tokens by heads,
+# cancel to about 1 % of their absolute sum. That sum alone, in float32 within exact arithmetic, moves the gradient by
+# 7e-5 of itself (2e-6 of the absolute sum); measured on an H200: 5e-5. Models have a sum of 1 to 30 in a chunk.
+DECAYS = {"gradient of A": 1e-4}
 # Padding inside a document, which the convolution's kernel cannot reach over.
 GAPS = "padding on both sides and between"
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -107,7 +112,7 @@ def test_ssd_scan_over_several_chunks(length: int, without: tuple[str, ...], dt_
     settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda", "dt_limit": dt_limit}
     if length > 100:
         seq_idx[:, -5:] = -1
-    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, **settings)
+    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, looser=DECAYS, **settings)
 
 
 def test_ssd_scan_in_pieces_with_the_state_carried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +122,7 @@ def test_ssd_scan_in_pieces_with_the_state_carried(monkeypatch: pytest.MonkeyPat
     seq_idx = torch.arange(1000).div(300, rounding_mode="floor").int().expand(2, -1).contiguous()
     settings = {"seq_idx": seq_idx, "wide": WIDE, "device": "cuda"}
     monkeypatch.setattr(mamba_ssm_ssd, "piece_that_fits", lambda *inputs: (1, 256))
-    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, **settings)
+    assert_equals_reference("ssd_scan", kernels.ssd_scan, tensors, torch.float32, TF32, looser=DECAYS, **settings)
 
 
 @both_dtypes
@@ -161,7 +166,8 @@ def check_ssd_block(
     # The norm enlarges rounding.
     tolerance = 3 * TF32 if dtype == torch.float32 else 2 * BFLOAT16
     settings |= {"wide": WIDE, "device": "cuda"}
-    assert_equals_reference("ssd_block", function, block_tensors(**sizes), dtype, tolerance, **settings)
+    looser = DECAYS if dtype == torch.float32 else None
+    assert_equals_reference("ssd_block", function, block_tensors(**sizes), dtype, tolerance, looser=looser, **settings)
 
 
 def test_ssd_block_of_a_row_beyond_32_bit_offsets() -> None:
@@ -179,11 +185,16 @@ def test_ssd_block_of_a_row_beyond_32_bit_offsets() -> None:
     alone = row[:, -tail:].clone().requires_grad_()
     expected = kernels.ssd_block(alone, **vectors, head_dim=head_dim, groups=1)
     y = kernels.ssd_block(row.requires_grad_(), **vectors, head_dim=head_dim, groups=1, seq_idx=seq_idx)[:, -tail:]
-    torch.testing.assert_close(y, expected, rtol=BFLOAT16, atol=BFLOAT16)
+    assert worst_token(y, expected) <= BFLOAT16
     slope = torch.randn_like(expected)
     (gradient,), (truth,) = torch.autograd.grad(y, row, slope), torch.autograd.grad(expected, alone, slope)
-    torch.testing.assert_close(gradient[:, -tail:], truth, rtol=5e-2, atol=5e-2)
+    assert worst_token(gradient[:, -tail:], truth) <= 2 * BFLOAT16
     assert not gradient[:, :-tail].any()
+
+
+def worst_token(found: Tensor, expected: Tensor) -> float:
+    """The largest error of a token's numbers, over their norm."""
+    return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
 
 
 @both_dtypes
