@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -41,7 +43,8 @@ def evaluate_model(
         allow_code_execution: let tasks run the code that the model writes.
 
     Raises:
-        RecipeError: lm-eval is not installed; an unknown task; a limit or batch size that is not positive.
+        RecipeError: lm-eval is not installed; an unknown task; a task whose data cannot be had, or that runs code
+            without leave; a limit or batch size that is not positive.
     """
     if limit is not None and limit <= 0:
         raise RecipeError(f"evaluation.limit: {limit!r} must be above 0.")
@@ -52,7 +55,9 @@ def evaluate_model(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
 
-    with evaluating(model), compute_scope(model), counting_with(tokenizer):
+    with counting_with(tokenizer), _code_execution(allow_code_execution):
+        loaded = load_tasks(names, manager, allow_code_execution)
+    with evaluating(model), compute_scope(model), _code_execution(allow_code_execution):
         language_model = HFLM(
             pretrained=model,
             tokenizer=tokenizer,
@@ -63,7 +68,7 @@ def evaluate_model(
         )
         results = simple_evaluate(
             model=language_model,
-            tasks=names,
+            tasks=loaded,
             task_manager=manager,
             num_fewshot=num_fewshot,
             limit=limit,
@@ -72,6 +77,79 @@ def evaluate_model(
             confirm_run_unsafe_code=allow_code_execution,
         )
     return json.loads(json.dumps(results, default=handle_non_serializable))
+
+
+def load_tasks(names: Sequence[str], manager: Any, allow_code_execution: bool = False) -> list[Any]:
+    """lm-eval's tasks and groups with their rows, by the names that `find_tasks` gave.
+
+    Raises:
+        RecipeError: the rows, or the code that judges answers, cannot be had here; a task that runs what the model
+            writes without leave. All such tasks are named.
+    """
+    loaded: list[Any] = []
+    mistakes = []
+    for name in dict.fromkeys(known for pattern in names for known in manager.match_tasks([pattern])):
+        try:
+            found = manager.load([name])
+        except _UNREADABLE as error:
+            mistakes.append(_explain(name, error, allow_code_execution))
+            continue
+        unsafe = [task for task, one in found["tasks"].items() if getattr(one, "UNSAFE_CODE", False)]
+        if unsafe and not allow_code_execution:
+            mistakes.append(_RUNS_CODE.format(name=", ".join(unsafe)))
+        loaded += [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+    if mistakes:
+        raise RecipeError(mistakes)
+    return loaded
+
+
+_RUNS_CODE = (
+    "evaluation.tasks: {name} runs the code that the model writes, on this machine. Allow it with "
+    "evaluation.allow_code_execution: true (--allow-code-execution), best in a container, or leave the task out."
+)
+# What reading a task's data raises: no network, no such data set or file, rows that are not of its kind, a package that
+# its code imports.
+_UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError)
+
+
+def _explain(name: str, error: Exception, allow_code_execution: bool) -> str:
+    words = " ".join(str(error).split()) or type(error).__name__
+    if "HF_ALLOW_CODE_EVAL" in words and not allow_code_execution:
+        return _RUNS_CODE.format(name=name)
+    return (
+        f"evaluation.tasks: {name}: its rows or its metric cannot be had ({words[:300]}). Run it once where there is a "
+        "network (both are kept), or give a task file of your own whose dataset_path is json and whose dataset_kwargs "
+        "name your rows (--include-path)."
+    )
+
+
+@contextmanager
+def _code_execution(allowed: bool) -> Iterator[None]:
+    """The metrics that run code ask the environment for leave."""
+    before = os.environ.get(_LEAVE)
+    if allowed:
+        os.environ[_LEAVE] = "1"
+    try:
+        yield
+    finally:
+        if allowed and before is None:
+            del os.environ[_LEAVE]
+        elif allowed:
+            os.environ[_LEAVE] = before
+
+
+_LEAVE = "HF_ALLOW_CODE_EVAL"
+
+
+def check_tasks(names: Sequence[str], manager: Any, allow_code_execution: bool = False) -> None:
+    """Whether the tasks can be loaded; this package's own are left alone, whose rows need the model's tokenizer.
+
+    Raises RecipeError as `load_tasks`.
+    """
+    own = _read_tasks(None, include_defaults=False)
+    foreign = [name for name in names if manager_lacks(own, [name])]
+    with _code_execution(allow_code_execution):
+        load_tasks(foreign, manager, allow_code_execution)
 
 
 def find_tasks(tasks: str | Sequence[str], include_path: str | Path | None = None) -> tuple[list[str], Any]:

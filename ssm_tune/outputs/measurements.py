@@ -48,7 +48,7 @@ def measure_source(
         raise RecipeError(f"limit: {limit!r}: perplexity takes a whole number of documents.")
     if perplexity is None and (window is not None or stride is not None):
         raise RecipeError("window and stride are settings of --perplexity.")
-    from ssm_tune.outputs.evaluate import evaluate_model, find_tasks
+    from ssm_tune.outputs.evaluate import check_tasks, evaluate_model, find_tasks
     from ssm_tune.outputs.model_card import add_results
     from ssm_tune.outputs.perplexity import LONGEST, find_texts, format_perplexity, measure_perplexity, write_perplexity
     from ssm_tune.outputs.run import load_source
@@ -57,7 +57,7 @@ def measure_source(
     if perplexity is not None:
         find_texts(perplexity, split)
     if tasks:
-        find_tasks(tasks, settings.get("include_path"))
+        check_tasks(*find_tasks(tasks, settings.get("include_path")), bool(settings.get("allow_code_execution")))
     model, tokenizer = load_source(source)
     if output is not None:
         folder = Path(output)
