@@ -106,14 +106,14 @@ class Ours:
 
     def forward(self, arrangement: Any, segment: int, keep: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         BC = self.module._prepare(self.given["B"], self.given["C"], self.row)
-        return self.module.run_forward(self.row, BC, None, keep, arrangement, segment)
+        return self.module.run_forward(self.row, BC, self.row.no_state(), keep, arrangement, segment)
 
     def backward(self, arrangement: Any) -> tuple[Tensor | None, ...]:
         if arrangement.segment not in self.kept:
             kept = self.forward(self.module.FORWARD, arrangement.segment)[1]
             self.kept = {arrangement.segment: (self.module._prepare(self.given["B"], self.given["C"], self.row), kept)}
         BC, kept = self.kept[arrangement.segment]
-        return self.module.run_backward(self.row, BC, kept, self.dy, None, True, arrangement)
+        return self.module.run_backward(self.row, BC, kept, self.dy, self.row.no_state(), True, arrangement)
 
 
 def errors(size: Size, seq_idx: Tensor) -> dict[str, float]:

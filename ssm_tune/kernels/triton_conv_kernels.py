@@ -55,7 +55,7 @@ def convolve(
     return total, inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def conv_kernel(
     x, weight, bias, table, y, dims, length, x_row, x_token,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,7 +81,7 @@ def conv_kernel(
     tl.store(y + at, value.to(y.dtype.element_ty), mask=(t < count)[:, None] & (channels < dims)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "rounds"])
 def conv_slope_kernel(
     x, weight, bias, table, dy, slopes, dweight, dims, length, chunks, rounds, x_row, x_token,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,

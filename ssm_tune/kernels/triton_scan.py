@@ -111,7 +111,7 @@ class _Scan(torch.autograd.Function):
         row = _row(x, dt, z, A, D, dt_bias, codes, flags, dt_softplus)
         with device_of(x):
             BC = _prepare(B, C, row)
-            first = None if initial_state is None else _turn(initial_state)
+            first = row.no_state() if initial_state is None else _turn(initial_state)
             y, kept, last = run_forward(row, BC, first, keep, FORWARD, BACKWARD.segment)
         if keep:
             ctx.save_for_backward(row.x, row.dt, row.z, row.A, row.D, row.bias, codes, flags, BC, kept)
@@ -129,7 +129,7 @@ class _Scan(torch.autograd.Function):
         needed = ctx.needs_input_grad
         with device_of(x):
             dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else dy.contiguous()
-            last = None if dlast is None else _turn(dlast)
+            last = row.no_state() if dlast is None else _turn(dlast)
             dx, ddt, dz, dBC, dA, dD, dbias, dfirst = run_backward(row, BC, kept, dy, last, needed[2], BACKWARD)
         length, states = x.shape[1], ctx.states
         A_dtype, B_dtype, C_dtype, D_dtype, bias_dtype, state_dtype = ctx.dtypes
@@ -164,6 +164,10 @@ class _Row(NamedTuple):
     def padded(self) -> int:
         """Tokens of a row, whole groups."""
         return -(-self.x.shape[1] // FLAGGED_TOKENS) * FLAGGED_TOKENS
+
+    def no_state(self) -> Tensor:
+        """The state before a row, or its gradient: zero. Given always, so that no other kernel has to be compiled."""
+        return self.A.new_zeros(self.x.shape[0], *self.A.shape)
 
     def strides(self, *names: str) -> dict[str, int]:
         """For each tensor named, or x in its place, the distance between rows and between tokens."""
@@ -256,7 +260,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def run_forward(
-    row: _Row, BC: Tensor, first: Tensor | None, keep: bool, arrangement: Arrangement, segment: int
+    row: _Row, BC: Tensor, first: Tensor, keep: bool, arrangement: Arrangement, segment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (batch, length, dim); if `keep`, the state before every `segment` tokens, (batch, segments, STATES, dim); the
     state after the row, (batch, STATES, dim)."""
@@ -283,7 +287,7 @@ def outputs_again(row: _Row, BC: Tensor, kept: Tensor) -> Tensor:
 
 
 def _outputs(
-    row: _Row, BC: Tensor, first: Tensor | None, keep: bool, arrangement: Arrangement, segment: int
+    row: _Row, BC: Tensor, first: Tensor, keep: bool, arrangement: Arrangement, segment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `run_forward`, from the state before each piece."""
     batch, length, dim = row.x.shape
@@ -294,9 +298,9 @@ def _outputs(
     last = row.A.new_empty(batch, most, dim)
     forward_kernel[(triton.cdiv(dim, arrangement.block), pieces, batch)](
         row.x, row.dt, _or(row.z, row.x), row.A, BC, _or(row.D, BC), _or(row.bias, BC), _or(row.codes, BC),
-        _or(row.flags, BC), _or(first, BC), y, kept, last, dim, length, row.padded, pieces, tokens, segments,
+        _or(row.flags, BC), first, y, kept, last, dim, length, row.padded, pieces, tokens, segments,
         **row.strides("x", "dt", "z"), **row.settings(arrangement),
-        SEGMENT=segment, HAS_Z=row.z is not None, HAS_D=row.D is not None, HAS_FIRST=first is not None, KEEP=keep,
+        SEGMENT=segment, HAS_Z=row.z is not None, HAS_D=row.D is not None, KEEP=keep,
     )  # fmt: skip
     return y, kept, last
 
@@ -306,7 +310,7 @@ def run_backward(
     BC: Tensor,
     kept: Tensor,
     dy: Tensor,
-    last: Tensor | None,
+    last: Tensor,
     need_A: bool,
     arrangement: Arrangement,
 ) -> tuple[Tensor | None, ...]:
@@ -334,19 +338,19 @@ def run_backward(
     dfirst = row.A.new_empty(batch, most, dim)
     scratch = row.A.new_empty(batch * pieces * blocks, segment // row.group(arrangement), most, arrangement.block)
     backward_kernel[(blocks, pieces, batch)](
-        row.x, row.dt, z, dy, row.A, BC, D, bias, *common, kept, _or(last, BC), scratch,
+        row.x, row.dt, z, dy, row.A, BC, D, bias, *common, kept, last, scratch,
         dx, ddt, _or(dz, dx), dBC, dA, dD, dbias, dfirst,
         dim, length, padded, pieces, tokens, triton.cdiv(padded, segment), **row.strides("x", "dt", "z"), **settings,
-        SEGMENT=segment, HAS_Z=has_z, HAS_D=row.D is not None, HAS_LAST=last is not None, NEED_A=need_A,
+        SEGMENT=segment, HAS_Z=has_z, HAS_D=row.D is not None, NEED_A=need_A,
     )  # fmt: skip
     return dx, ddt, dz, dBC.sum(0), dA, dD, dbias, dfirst
 
 
-def _carry(states: Tensor, sums: Tensor, A: Tensor, edge: Tensor | None, reverse: bool) -> None:
+def _carry(states: Tensor, sums: Tensor, A: Tensor, edge: Tensor, reverse: bool) -> None:
     """From what each piece adds to the state to the state carried into each, in place."""
     batch, pieces, most, dim = states.shape
     block = 32
     carry_kernel[(triton.cdiv(dim, block), batch)](
-        states, sums, A, _or(edge, A), dim, pieces,
-        STATES=most, BLOCK=block, HAS_EDGE=edge is not None, REVERSE=reverse, num_warps=1,
+        states, sums, A, edge, dim, pieces,
+        STATES=most, BLOCK=block, REVERSE=reverse, num_warps=1,
     )  # fmt: skip

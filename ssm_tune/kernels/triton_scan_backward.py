@@ -123,14 +123,14 @@ def backward_group(
     return carry, dA, dD, dbias
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "padded", "pieces", "piece_tokens", "segments", "unit"])
 def backward_kernel(
     x, dt, z, dy, A, BC, D, bias, codes, flags, kept, last, scratch,
     dx, ddt, dz, dBC, dA, dD, dbias, dfirst,
     dims, length, padded, pieces, piece_tokens, segments, unit, x_row, x_token, dt_row, dt_token, z_row, z_token,
     STATES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr,
     EVEN: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    HAS_LAST: tl.constexpr, NEED_A: tl.constexpr, HAS_CODES: tl.constexpr, SPREAD: tl.constexpr,
+    NEED_A: tl.constexpr, HAS_CODES: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """All gradients, from the states kept by the forward pass and the gradient by the state after each piece (last).
 
@@ -148,10 +148,7 @@ def backward_kernel(
     log_decay = tl.load(A + tile, mask=inside[:, None], other=0.0) * _LOG2_E
     skip = tl.load(D + channels, mask=inside, other=0.0) if HAS_D else tl.zeros([BLOCK], tl.float32)
     shift = tl.load(bias + channels, mask=inside, other=0.0) if HAS_BIAS else tl.zeros([BLOCK], tl.float32)
-    if HAS_LAST:
-        carry = tl.load(last + place * STATES * dims + tile, mask=inside[:, None], other=0.0)
-    else:
-        carry = tl.zeros([BLOCK, STATES], tl.float32)
+    carry = tl.load(last + place * STATES * dims + tile, mask=inside[:, None], other=0.0)
     sum_A = tl.zeros([BLOCK, STATES], tl.float32)
     sum_D = tl.zeros([BLOCK], tl.float32)
     sum_bias = tl.zeros([BLOCK], tl.float32)

@@ -57,14 +57,14 @@ def forward_group(
     return h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "padded", "pieces", "piece_tokens", "segments", "unit"])
 def forward_kernel(
     x, dt, z, A, BC, D, bias, codes, flags, first, y, kept, last,
     dims, length, padded, pieces, piece_tokens, segments, unit,
     x_row, x_token, dt_row, dt_token, z_row, z_token,
     STATES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr,
     EVEN: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_CODES: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr,
+    HAS_CODES: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """y, and the state at the start of every segment (kept) and after the row (last), from the state before each piece.
 
@@ -79,10 +79,7 @@ def forward_kernel(
     log_decay = tl.load(A + tile, mask=inside[:, None], other=0.0) * _LOG2_E
     skip = tl.load(D + channels, mask=inside, other=0.0) if HAS_D else tl.zeros([BLOCK], tl.float32)
     shift = tl.load(bias + channels, mask=inside, other=0.0) if HAS_BIAS else tl.zeros([BLOCK], tl.float32)
-    if HAS_FIRST:
-        h = tl.load(first + (row * pieces + piece) * STATES * dims + tile, mask=inside[:, None], other=0.0)
-    else:
-        h = tl.zeros([BLOCK, STATES], tl.float32)
+    h = tl.load(first + (row * pieces + piece) * STATES * dims + tile, mask=inside[:, None], other=0.0)
     t = piece * piece_tokens
     at = t.to(tl.int64)
     x += row * x_row + at * x_token

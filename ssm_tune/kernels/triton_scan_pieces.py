@@ -1,5 +1,9 @@
 """The Triton selective scan across pieces of a row: what each piece adds to the state, and the states between pieces.
 
+`unit` is the distance between channels, 1: passed as a number that Triton does not look at, it keeps a channel's states
+in one lane. Where Triton sees that channels lie side by side it gives four of them to four lanes, a quarter of the
+states each, to load A in pieces of 16 bytes; that is SPREAD.
+
 The recurrence is linear in the state, so that a piece takes the state before it to exp(A S) state + end, where S is the
 sum of its steps and `end` the state after it from zero. A start of a document inside the piece lets nothing through:
 S is infinite then. The same holds backwards for the gradient by the state (`reverse_ends_kernel`).
@@ -51,7 +55,7 @@ def advance_group(
     return h, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded", "pieces", "piece_tokens", "unit"])
 def ends_kernel(
     x, dt, A, BC, bias, codes, flags, states, sums,
     dims, padded, pieces, piece_tokens, unit, x_row, x_token, dt_row, dt_token,
@@ -134,7 +138,7 @@ def reverse_group(
     return carry, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "padded", "pieces", "piece_tokens", "unit"])
 def reverse_ends_kernel(
     dt, z, dy, A, BC, bias, codes, flags, states, sums,
     dims, length, padded, pieces, piece_tokens, unit, dt_row, dt_token, z_row, z_token,
@@ -183,10 +187,10 @@ def reverse_ends_kernel(
     tl.store(sums + (row * pieces + piece) * dims + channels, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def carry_kernel(
     states, sums, A, edge, dims, pieces,
-    STATES: tl.constexpr, BLOCK: tl.constexpr, HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr,
+    STATES: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """From what each piece adds to what is carried into each, in place; `edge`: what is carried into the first.
 
@@ -198,10 +202,7 @@ def carry_kernel(
     n = tl.arange(0, STATES)
     tile = n[None, :] * dims + channels[:, None]
     log_decay = tl.load(A + tile, mask=mask, other=0.0) * _LOG2_E
-    if HAS_EDGE:
-        carried = tl.load(edge + row * STATES * dims + tile, mask=mask, other=0.0)
-    else:
-        carried = tl.zeros([BLOCK, STATES], tl.float32)
+    carried = tl.load(edge + row * STATES * dims + tile, mask=mask, other=0.0)
     piece = row * pieces + (pieces - 1 if REVERSE else 0)
     tl.store(states + piece * STATES * dims + tile, carried, mask=mask)
     for _ in range(1, pieces):

@@ -86,7 +86,7 @@ def advance(h, step, q, A, b, start, CAREFUL: tl.constexpr):
     return tl.exp2(step[:, None] * A) * h + q[:, None] * b[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "padded", "states"])
 def prepare_kernel(
     B, C, codes, BC, length, padded, states,
     B_row, B_token, B_state, C_row, C_token, C_state,

@@ -58,6 +58,16 @@ def test_interpreted(interpreted: dict[str, str], case: str) -> None:
     assert interpreted[case] == ""
 
 
+def test_the_distance_between_channels_is_hidden_from_triton() -> None:
+    """Seen as the constant 1 it changes the layout, and the forward pass becomes slower."""
+    pytest.importorskip("triton")
+    from ssm_tune.kernels import triton_scan_backward, triton_scan_forward, triton_scan_pieces
+
+    pieces = (triton_scan_pieces.ends_kernel, triton_scan_pieces.reverse_ends_kernel)
+    for kernel in (triton_scan_forward.forward_kernel, triton_scan_backward.backward_kernel, *pieces):
+        assert [p.do_not_specialize for p in kernel.params if p.name == "unit"] == [True]
+
+
 @pytest.fixture
 def triton_scan() -> ModuleType:
     from ssm_tune.kernels import triton_scan
