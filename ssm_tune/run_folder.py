@@ -49,6 +49,15 @@ def is_disk_full(error: BaseException) -> bool:
     return any(words in text for words in hidden)
 
 
+def open_to_readers(folder: Path) -> None:
+    """Give every file in a folder the mode that the user's umask asks for: safetensors makes its own private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
+
+
 class RunFolder:
     """One run's folder. Text and JSON are written beside their place and renamed into it; so are whole artefacts."""
 
@@ -193,10 +202,8 @@ class RunFolder:
         scratch.mkdir(parents=True)
         try:
             yield scratch
-            umask = os.umask(0)
-            os.umask(umask)
+            open_to_readers(scratch)
             for file in sorted(scratch.iterdir(), key=lambda file: (file.name.endswith("config.json"), file.name)):
-                file.chmod(0o666 & ~umask)  # safetensors makes its files private to the user
                 file.replace(self.path / file.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -209,6 +216,7 @@ class RunFolder:
 
     def commit_checkpoint(self, staged: Path) -> Path:
         """Move a fully written checkpoint folder into place, with a list of its files and their sizes."""
+        open_to_readers(staged)
         sizes = {
             str(file.relative_to(staged)): file.stat().st_size for file in sorted(staged.rglob("*")) if file.is_file()
         }

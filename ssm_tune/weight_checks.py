@@ -27,13 +27,7 @@ def check_weights(checkpoint: Checkpoint, weights: Mapping[str, StoredTensor]) -
         RecipeError: names the tensors that are missing, unexpected or mis-shaped.
     """
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in weights.items()}
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        return read_strictly(checkpoint, shapes, checkpoint.config, {"device_map": {"": "meta"}}, stored=weights)
-    finally:
-        if bar:
-            transformers_logging.enable_progress_bar()
+    return read_strictly(checkpoint, shapes, checkpoint.config, {"device_map": {"": "meta"}}, stored=weights)
 
 
 def read_strictly(
@@ -90,9 +84,22 @@ def _quiet_transformers() -> Iterator[None]:
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        yield
+        with without_bars():
+            yield
     finally:
         transformers_logging.set_verbosity(level)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers' progress bars, one for every file read or written, would stand among a command's own lines."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _unlike_siblings(weights: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,8 @@ from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, 
 from ssm_tune.outputs.model_card import write_merged_card
 from ssm_tune.quantization import is_quantized
 from ssm_tune.recipe import RecipeError
+from ssm_tune.run_folder import open_to_readers
+from ssm_tune.weight_checks import without_bars
 
 logger = logging.getLogger(__name__)
 
@@ -177,11 +179,13 @@ def _write_model(model: nn.Module, dtype: torch.dtype, finished: FinishedRun, ta
     shutil.rmtree(partial, ignore_errors=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(partial)
+        with without_bars():
+            model.save_pretrained(partial)
         # for generation: right pads would stand between prompt and answer
         tokenizer = load_finished_tokenizer(finished, padding_side="left")
         tokenizer.save_pretrained(partial)
         write_merged_card(partial, finished.folder)
+        open_to_readers(partial)
         partial.rename(target)  # fails if somebody made it meanwhile
     except OSError as error:
         raise RecipeError(f"merge: {target} cannot be written ({error.strerror or error}).") from error

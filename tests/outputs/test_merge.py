@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,27 @@ def test_the_merged_folder_is_ready_for_use(make_run: MakeRun) -> None:
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert "Plain PEFT" not in card
     assert list(folder.glob(".*partial")) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_merged_files_are_as_open_as_the_users_other_files(umask: int, make_run: MakeRun) -> None:
+    folder, _ = make_run("mamba")
+    before = os.umask(umask)
+    try:
+        files = [file for file in merge_run(folder).rglob("*") if file.is_file()]
+    finally:
+        os.umask(before)
+    assert any(file.suffix == ".safetensors" for file in files)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
+
+
+def test_no_bars_of_transformers_reach_the_terminal(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, _ = make_run("mamba")
+    capfd.readouterr()
+    merge_run(folder)
+    printed = capfd.readouterr()
+    assert "Loading weights" not in printed.err + printed.out
+    assert "Writing model" not in printed.err + printed.out
 
 
 def test_a_checkpoint_of_a_run_can_be_merged(make_run: MakeRun, tmp_path: Path) -> None:
