@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -280,10 +281,13 @@ def run_training(arguments: argparse.Namespace) -> int | None:
     from ssm_tune.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun, or accelerate launch, started this process
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():  # started by torchrun or accelerate
         from ssm_tune.launch import adopt
 
         adopt(arguments.accelerate, arguments.processes)
+        if _rank() > 0:  # rank 0 says it
+            logging.disable(logging.WARNING)
+            warnings.simplefilter("ignore")
     elif arguments.accelerate is not None or (arguments.processes or 1) != 1:
         from ssm_tune.launch import launch
 

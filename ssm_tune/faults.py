@@ -43,9 +43,10 @@ def told(
     try:
         yield
     except BaseException as error:
-        meant = _translate(error, folder, signals)
+        meant = error if peers is None else peers.explain(error)
+        if meant is error:
+            meant = _translate(error, folder, signals)
         if peers is not None:
-            meant = peers.explain(meant)
             # Signals come to all, and each ends when it is ready; after any other error the others have to end too.
             peers.depart() if isinstance(meant, Stopped) and meant.exit_code > 128 else peers.leave()
         settle(str(meant))

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -109,7 +110,8 @@ class Peers:
         """`error`, or Stopped if it comes of another process that died while this one spoke with it."""
         if isinstance(error, Stopped) or not isinstance(error, RuntimeError | KeyboardInterrupt):
             return error
-        if not self._seen.wait(_NOTICE):
+        # An interrupt may be the launcher's, which then ends the others: it has seen the death already.
+        if not self._seen.wait(_NOTICE if isinstance(error, RuntimeError) else 2 * _INTERVAL):
             return error
         return Stopped(self._reason(), told=self._told())
 
@@ -144,7 +146,7 @@ class Peers:
             if self._last_word is not None:
                 self._last_word(self._reason())
             if not self._told() and self.claim(self._reason()):
-                print(f"{self._reason()}. Continue with --resume", flush=True)
+                print(f"{self._reason()}. Continue with --resume", file=sys.stderr, flush=True)
             os._exit(Stopped("").exit_code)
 
     def _find_lost(self) -> int | None:

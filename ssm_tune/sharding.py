@@ -151,7 +151,8 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, b
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     family = family_of(base.config.model_type)
-    whole = set(_kept_whole(model, family))
+    compute = torch.bfloat16 if bf16 else None
+    whole = set(_kept_whole(model, family, compute))
     for parameter in whole:
         parameter.data = parameter.data.to(device)
     common: dict[str, Any] = {
@@ -160,7 +161,7 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, b
         "ignored_params": whole,
     }
     full = _precision(None)
-    block = {"mp_policy": _precision(torch.bfloat16 if bf16 else None), "reshard_after_forward": sharding.reshard}
+    block = {"mp_policy": _precision(compute), "reshard_after_forward": sharding.reshard}
     for group in _shared_groups(base, family):
         fully_shard(group, **block, **common)
     blocks = [module for module in base.modules() if type(module).__name__ in family.blocks]
@@ -185,10 +186,12 @@ def _weight(module: nn.Module) -> nn.Parameter | None:
     return next(iter(module.parameters()), None)
 
 
-def _kept_whole(model: nn.Module, family: Family) -> Iterator[nn.Parameter]:
-    """The recurrence's parameters, and weights packed as integers, which FSDP2 cannot gather."""
+def _kept_whole(model: nn.Module, family: Family, compute: torch.dtype | None) -> Iterator[nn.Parameter]:
+    """The recurrence's parameters; weights packed as integers, which FSDP2 cannot gather; and those packed as floats of
+    another dtype than blocks are gathered in, which it would round."""
     for name, parameter in model.named_parameters():
-        if family.is_ssm_parameter(base_name(name)) or not parameter.is_floating_point():
+        rounded = hasattr(parameter, "quant_state") and compute not in (None, parameter.dtype)
+        if family.is_ssm_parameter(base_name(name)) or not parameter.is_floating_point() or rounded:
             yield parameter
 
 

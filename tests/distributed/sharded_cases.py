@@ -263,6 +263,43 @@ def moving(lora: bool) -> Any:
     return {**found, "gathered": same}
 
 
+def quantised(storage: torch.dtype) -> Any:
+    """QLoRA: packed weights stored as floats are sharded (what a GPU gets), those stored as bytes stay whole."""
+    from unittest.mock import patch
+
+    from ssm_tune import quantization
+    from ssm_tune.model import load_model as load
+
+    folder = dist_folder()
+    if dist.get_rank() == 0:
+        tiny_model("mamba2", hidden_size=64, num_heads=8).save_pretrained(folder)
+    dist.barrier()
+    config = quantization.quantization_config
+
+    def stored(*arguments: Any, **keys: Any) -> Any:
+        made = config(*arguments, **keys)
+        made.bnb_4bit_quant_storage = storage
+        return made
+
+    with patch("ssm_tune.model.quantization_config", stored):
+        model = load(folder, dtype="float32", load_in_4bit=True, trainable="adapter")
+        twin = load(folder, dtype="float32", load_in_4bit=True, trainable="adapter")
+    model, twin, rows = adapted(model), adapted(twin), make_rows()
+    expected = backward(twin, rows)
+    packed = [n for n, p in model.named_parameters() if hasattr(p, "quant_state")]
+    shard_model(model, Sharding(), CPU, bf16=False)
+    sharded = {n for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    loss = backward(model, rows.chunk(2)[dist.get_rank()])
+    average_replicated(replicated(model))
+    dist.all_reduce(loss)
+    return {
+        "packed": len(packed),
+        "sharded": len(sharded.intersection(packed)),
+        "loss": float(abs(loss / 2 - expected) / expected),
+        "gradients": worst(gradients(model), gradients(twin)),
+    }
+
+
 def dist_folder() -> str:
     """A fresh folder that all ranks know."""
     box = [tempfile.mkdtemp(dir=sys.argv[1]) if dist.get_rank() == 0 else None]
@@ -307,6 +344,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "clipping": clipping,
     "moving full": lambda: moving(lora=False),
     "moving lora": lambda: moving(lora=True),
+    "qlora floats": lambda: quantised(torch.float32),
+    "qlora bytes": lambda: quantised(torch.uint8),
     "dead": dead,
     "uneven replicas": uneven_replicas,
 }

@@ -93,6 +93,15 @@ def test_checkpoints_go_between_shards_and_one_process(found: dict[str, list[Any
         assert max(rank[way] for way in ("shards", "alone", "whole to shards")) < 1e-6
 
 
+def test_adapters_on_a_quantised_base(found: dict[str, list[Any]]) -> None:
+    for case in ("qlora floats", "qlora bytes"):
+        for rank in found[case]:
+            assert rank["packed"] > 0
+            assert rank["sharded"] == (rank["packed"] if case == "qlora floats" else 0)
+            assert rank["loss"] < 1e-6
+            assert rank["gradients"] < 1e-5
+
+
 def test_parameters_without_gradient_are_found(found: dict[str, list[Any]]) -> None:
     expected = ["backbone.layers.0.unused: no gradient: the forward pass does not use it"]
     assert found["dead"] == [expected, expected]
