@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _DRAWN = 64  # documents tokenised together
 _BLOCK_TOKENS = 2**18
 _BLOCK_ROWS = 8  # at least, where rows are long
+_FIRST = 3  # the first block is 2**3 times smaller, the next one 2**2 times ...
 _FULL = 0.97  # a row filled less waits for the next block, if it is the emptiest of its block
 
 
@@ -207,8 +208,10 @@ class ShardBlocks:
     def _draw(self) -> list[_Piece]:
         """Documents of about `block_tokens` tokens; fewer where all sources have come to their end meanwhile."""
         plan, found, tokens = self.plan, [], 0
+        # The first blocks are smaller, so that training begins soon: all shards have to make one before the first step.
+        wanted = max(plan.block_tokens >> max(_FIRST - self.number, 0), plan.max_length)
         epochs = self.mixture.epochs()
-        while tokens < plan.block_tokens:
+        while tokens < wanted:
             documents: list[Document] = []
             for _ in range(_DRAWN):
                 documents.append(self.mixture.draw())

@@ -72,7 +72,7 @@ def open_rows(dataset: Any, name: str = "dataset") -> list[Source]:
     if kind == "IterableDataset":
         raise RecipeError(
             f"{name}: an IterableDataset has no fixed rows to split, pack and resume. "
-            "Take some of it into memory: list(dataset.take(10_000))."
+            "Take some of it into memory: list(dataset.take(10_000)). Or pretrain by a recipe: data.streaming: true."
         )
     if isinstance(dataset, Mapping):
         keys = ", ".join(map(str, dataset))
@@ -237,7 +237,7 @@ def hub_errors(path: str, split: str, where: str) -> Iterator[None]:
     except (ValueError, OSError, RuntimeError, DatasetsError) as error:
         if "zst" in str(error) and "ompression" in str(error):
             raise RecipeError(
-                f"{where}.path: {path} is compressed by zstandard, which needs a package: pip install 'ssm-tune[stream]'."
+                f"{where}.path: {path} holds .zst files, which needs a package: pip install 'ssm-tune[stream]'."
             ) from error
         raise RecipeError(
             f"{where}.path: {path} (split {split}) could not be loaded from the Hub"

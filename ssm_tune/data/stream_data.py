@@ -40,8 +40,8 @@ class StreamReport(DataReport):
     streamed: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        held = [f"held out: {self.eval.lines()[0]}"] if self.eval else []
-        return [*self.streamed, *held, *self.notes, *(f"held out: {note}" for note in (self.eval or self).notes)]
+        held = [self.eval.lines()[0], *self.eval.notes] if self.eval else []
+        return [*self.streamed, *self.notes, *(f"held out: {line}" for line in held)]
 
     def figures(self) -> dict[str, Any]:
         return {"stream": self.streamed, "notes": self.notes}

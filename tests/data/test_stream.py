@@ -183,8 +183,8 @@ def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "rows.jsonl", texts(300))
     section = DataSection(train=[DataSource(str(file))], eval_fraction=0.1, streaming=True)
     data = prepare_stream(section, TOKENIZER, max_length=LENGTH, packing=True, seed=0, max_steps=5)
-    numbers = set(data.eval["rows"][0])
-    assert numbers and data.stream is not None
+    assert data.eval is not None and data.stream is not None
+    assert [line.startswith("held out: ") for line in data.report.lines()[:3]] == [False, False, True]
     held = {text.split()[0] for row in data.eval["input_ids"] for text in TOKENIZER.decode(row).split("<e>") if text}
     held = {number for number in held if number.isdigit()}
     trained = {text.split()[0] for text in first_epoch(data.stream)}
@@ -222,6 +222,12 @@ def test_settings_that_a_stream_cannot_follow(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=words):
             prepare_stream(DataSection(**{"train": [DataSource(file)], **section}), TOKENIZER, **{**good, **settings})
     assert not is_streamed(DataSection()) and is_streamed(DataSection(prepared="x"))
+
+
+def test_the_report_says_held_out_of_what_is(tmp_path: Path) -> None:
+    section = DataSection(train=[DataSource(str(write_lines(tmp_path / "rows.jsonl", texts(200))))], streaming=True)
+    data = prepare_stream(section, TOKENIZER, max_length=LENGTH, packing=True, seed=0, max_steps=5)
+    assert data.eval is None and not any("held out" in line for line in data.report.lines())
 
 
 def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
