@@ -57,11 +57,20 @@ def told(
         peers.leave()
 
 
+def _is_unfinished(folder: RunFolder) -> bool:
+    state = folder.read_state()
+    return state is not None and state["status"] != COMPLETE
+
+
 def _translate(error: BaseException, folder: RunFolder, signals: StopOnSignal) -> BaseException:
     if isinstance(error, KeyboardInterrupt) and signals.received is not None:
         found = folder.list_checkpoints()
         kept = f"--resume goes on from {found[-1].name}" if found else "no checkpoint was written yet"
         return Stopped(f"interrupted by {signal.Signals(signals.received).name}; {kept}.", signals.exit_code)
+    if isinstance(error, RecipeError) and signals.steps and _is_unfinished(folder):  # of a stream: a row, the network
+        found = folder.list_checkpoints()
+        kept = f"--resume goes on from {found[-1].name}" if found else "No checkpoint was written yet"
+        return Stopped(f"{error} {kept}.")
     if isinstance(error, KernelError):
         return RecipeError(str(error))
     if isinstance(error, torch.OutOfMemoryError):

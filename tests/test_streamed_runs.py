@@ -18,6 +18,7 @@ from tiny import tiny_tokenizer
 
 from ssm_tune import RecipeError, Run
 from ssm_tune.recipe import load_recipe, recipe_from_dict
+from ssm_tune.run_folder import Stopped
 from ssm_tune.shards import prepare_shards
 from ssm_tune.trainer import SSMTrainer
 from ssm_tune.workflow import run
@@ -152,6 +153,23 @@ def test_a_trained_tokenizer_is_made_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("ssm_tune.shards.stream_texts", None)  # not read again for it
     resumed = fit(stopped, resume=True)
     assert resumed.metrics["steps"] == 6 and len(resumed.tokenizer) == 300
+
+
+def test_a_row_that_cannot_be_read_stops_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("ssm_tune.data.blocks._BLOCK_TOKENS", 64)
+    monkeypatch.setattr("ssm_tune.data.blocks._BLOCK_ROWS", 1)
+    values = settings(tmp_path, "run")
+    good = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(good + "half a row\n")
+    with pytest.raises(
+        Stopped, match=r"rows\.jsonl, line 301: not valid JSON.* --resume goes on from checkpoint-"
+    ) as end:
+        fit(values)
+    assert end.value.exit_code == 3
+    (tmp_path / "rows.jsonl").write_text(good + json.dumps({"text": "a row"}) + "\n")
+    fit(values, resume=True)
+    fit({**values, "training": {**values["training"], "output_dir": str(tmp_path / "whole")}})
+    assert logged(tmp_path / "run", "loss") == logged(tmp_path / "whole", "loss")
 
 
 def test_what_a_stream_is_refused_for(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from ssm_tune.data.documents import (
     count_up_to,
     text_of,
 )
-from ssm_tune.data.sources import hub_errors
+from ssm_tune.data.sources import hub_errors, load_hub
+from ssm_tune.recipe import DataSource
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -58,13 +59,10 @@ class HubSource:
 
     def open(self) -> IterableDataset:
         """The data set with its text only; asked of the Hub once."""
-        from datasets import load_dataset
-
         if self._dataset is not None:
             return self._dataset
-        name, _, subset = self.path.partition(":")
         with hub_errors(self.path, self.split, self.where):
-            dataset = load_dataset(name, subset or None, split=self.split, streaming=True)
+            dataset = load_hub(DataSource(self.path, self.split), self.where, streaming=True)
             if dataset.num_shards < VIRTUAL_SHARDS:
                 dataset = dataset.reshard()  # Parquet: by row groups
             column = (self.columns or {}).get("text", "text")

@@ -19,7 +19,7 @@ from ssm_tune.data.formatting import Example, Formatter, check_columns
 from ssm_tune.recipe import DataSource, RecipeError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
 
 _SPLIT = re.compile(r"^([\w.-]+)(\[-?\d*%?:-?\d*%?\])?$")
 _MISTAKES_SHOWN = 5
@@ -194,7 +194,7 @@ def _cut(source: Source, split: str, part: str) -> Source:
 
 def _read_hub(source: DataSource, where: str) -> Iterator[NumberedRow]:
     """Rows of a Hub data set, numbered from 0. Downloads, or reads from the cache that all processes share safely."""
-    dataset = _load_hub(source, where)
+    dataset = load_hub(source, where)
     number = 0
     for batch in dataset.iter(batch_size=1000):
         names = list(batch)
@@ -203,13 +203,14 @@ def _read_hub(source: DataSource, where: str) -> Iterator[NumberedRow]:
             number += 1
 
 
-def _load_hub(source: DataSource, where: str) -> Dataset:
+def load_hub(source: DataSource, where: str, *, streaming: bool = False) -> Any:
+    """A data set of the Hub: a datasets.Dataset, or with `streaming` an IterableDataset. Raises RecipeError."""
     from datasets import get_dataset_config_names, load_dataset
 
     name, _, subset = source.path.partition(":")
     with hub_errors(source.path, source.split, where):
         try:
-            return load_dataset(name, subset or None, split=source.split)
+            return load_dataset(name, subset or None, split=source.split, streaming=streaming)
         except ValueError as error:
             if subset or "Config name is missing" not in str(error):
                 raise
@@ -217,7 +218,7 @@ def _load_hub(source: DataSource, where: str) -> Dataset:
         usual = [subset for subset in ("default", "main") if subset in subsets]
         if not usual:
             raise RecipeError(f"{where}.path: {name} has several subsets; write {name}:{subsets[0]}, one of {subsets}.")
-        return load_dataset(name, usual[0], split=source.split)
+        return load_dataset(name, usual[0], split=source.split, streaming=streaming)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SEARCHED = 20_000  # documents of a stream that are looked through for those held out by data.eval_fraction
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _EVAL_TOKENS = 2**21  # a prepared folder may hold more
 
 
@@ -143,6 +144,8 @@ def _open(entry: DataSource, where: str) -> DocumentSource:
     if not path.exists() and entry.path in (*demo.NAMES, package_docs.TEXT):
         (opened,) = open_sources([entry], where)
         return RowSource(f"{entry.path} {entry.split}", list(opened.read()), columns)
+    if path.is_dir() and any(file.suffix in _COMPRESSED for file in path.rglob("*")):
+        return HubSource(str(path), entry.split, columns, where)  # `datasets` reads it as it reads the Hub's
     if path.exists() or is_a_path(entry.path):
         return FileSource(entry.path, list_files(path, entry.split), columns)
     return HubSource(entry.path, entry.split, columns, where)

@@ -37,6 +37,7 @@ def source_of(kind: str, folder: Path, count: int = 200) -> DocumentSource:
     if kind == "memory":
         return RowSource("rows", [(number, {"text": text}) for number, text in enumerate(rows)])
     if kind == "hub, files":
+        folder.mkdir(exist_ok=True)
         for n in range(VIRTUAL_SHARDS + 3):
             own = rows[n :: VIRTUAL_SHARDS + 3]
             lines = "".join(json.dumps({"text": text}) + "\n" for text in own)
@@ -222,6 +223,13 @@ def test_settings_that_a_stream_cannot_follow(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=words):
             prepare_stream(DataSection(**{"train": [DataSource(file)], **section}), TOKENIZER, **{**good, **settings})
     assert not is_streamed(DataSection()) and is_streamed(DataSection(prepared="x"))
+
+
+def test_a_folder_of_compressed_files_is_read_as_the_hub_is(tmp_path: Path) -> None:
+    source_of("hub, files", tmp_path / "rows")
+    section = DataSection(train=[DataSource(str(tmp_path / "rows"))], streaming=True)
+    data = prepare_stream(section, TOKENIZER, max_length=LENGTH, packing=True, seed=0, max_steps=5)
+    assert data.stream is not None and sorted(first_epoch(data.stream)) == sorted(texts(200))
 
 
 def test_the_report_says_held_out_of_what_is(tmp_path: Path) -> None:
