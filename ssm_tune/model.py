@@ -19,6 +19,7 @@ from ssm_tune.layouts import Checkpoint, StoredTensor, open_checkpoint
 from ssm_tune.precision import check_trainable, kept_in_float32, read_dtype, set_trainable
 from ssm_tune.quantization import is_quantized, parameter_size, quantization_config, refuse_packed
 from ssm_tune.recipe import RecipeError
+from ssm_tune.run_folder import locate_base
 from ssm_tune.weight_checks import check_weights, read_strictly
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEPT_BASE = "base_model"  # where a run keeps a base that has no name of its own
 _RESCALE = "rescale_prenorm_residual"
 
 
@@ -154,11 +154,7 @@ def _adapter_base(name: str) -> tuple[str, str | None] | None:
     base = config.get("base_model_name_or_path")
     if not base:
         raise RecipeError(f"{path} does not say which base model the adapter is for (base_model_name_or_path).")
-    if Path(base).name == _KEPT_BASE and not Path(base).exists():
-        # The run kept its base itself, and has been moved; a checkpoint lies two folders below its run.
-        runs = (folder, *folder.resolve().parents[:2])
-        base = next((str(run / _KEPT_BASE) for run in runs if (run / _KEPT_BASE).is_dir()), base)
-    return base, config.get("revision")
+    return locate_base(folder, base), config.get("revision")
 
 
 def _default_device(quantized: bool) -> torch.device:

@@ -26,6 +26,7 @@ from ssm_tune.recipe import RecipeError
 
 RUNNING, STOPPED, COMPLETE = "running", "stopped", "complete"
 _MANIFEST = "checkpoint.json"
+KEPT_BASE = "base_model"  # where a run keeps a base that has no name of its own
 
 
 class Stopped(Exception):
@@ -47,6 +48,18 @@ def is_disk_full(error: BaseException) -> bool:
     # "[enforce fail at inline_container.cc:672] . unexpected pos 82432 vs 82320".
     hidden = ("No space left on device", "os error 28", "PytorchStreamWriter failed writing", "inline_container.cc")
     return any(words in text for words in hidden)
+
+
+def locate_base(folder: Path, name: str) -> str:
+    """The base of an adapter in `folder`, by the name that its config gives.
+
+    A base that the run keeps itself is found after the run's folder has been moved; a checkpoint lies two folders below
+    its run.
+    """
+    if Path(name).exists() or Path(name).name != KEPT_BASE:
+        return name
+    runs = (folder, *folder.resolve().parents[:2])
+    return next((str(run / KEPT_BASE) for run in runs if (run / KEPT_BASE).is_dir()), name)
 
 
 def open_to_readers(folder: Path) -> None:

@@ -32,7 +32,7 @@ from ssm_tune.model import init_model, load_model, meta_model, model_report, rea
 from ssm_tune.outputs.run import Run
 from ssm_tune.peers import join
 from ssm_tune.recipe import Recipe, RecipeError
-from ssm_tune.run_folder import RUNNING, RunFolder, Stopped
+from ssm_tune.run_folder import KEPT_BASE, RUNNING, RunFolder, Stopped
 from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
 from ssm_tune.sharding import Sharding, describe_processes
@@ -309,7 +309,7 @@ def _keep_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder
     name = model.config.name_or_path
     if name and (Path(name).is_dir() or not Path(name).is_absolute()):
         return
-    base = folder.path / "base_model"
+    base = folder.path / KEPT_BASE
     if not base.exists():  # a resumed run has it
         with RunFolder(base).staging("base") as scratch:
             model.save_pretrained(scratch)

@@ -11,13 +11,10 @@ import yaml
 
 from ssm_tune.adapter import CONFIG_FILE, read_adapter_config
 from ssm_tune.recipe import ModelSection, RecipeError
-from ssm_tune.run_folder import COMPLETE, RUNNING, RunFolder
+from ssm_tune.run_folder import COMPLETE, RUNNING, RunFolder, locate_base
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-KEPT_BASE = "base_model"  # where a run keeps a base that was made in memory
 
 
 @dataclass(frozen=True)
@@ -34,15 +31,9 @@ class FinishedRun:
 
     @property
     def base_name(self) -> str | None:
-        """The base model's name or folder; None if the base was made in memory and lies nowhere on disk.
-
-        A base that the run keeps itself, in base_model/, is found after the run's folder has been moved.
-        """
+        """The base model's name or folder; None if the base was made in memory and lies nowhere on disk."""
         name = self.adapter.base_model_name_or_path if self.adapter is not None else None
-        if not name or Path(name).exists() or Path(name).name != KEPT_BASE:
-            return name or None
-        runs = (self.folder, *self.folder.resolve().parents[:2])  # a checkpoint lies two folders below its run
-        return next((str(run / KEPT_BASE) for run in runs if (run / KEPT_BASE).is_dir()), name)
+        return locate_base(self.folder, name) if name else None
 
     @property
     def revision(self) -> str | None:
