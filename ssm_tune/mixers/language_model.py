@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.deprecation import deprecate_kwarg
@@ -19,6 +18,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.documents import document_index, mask_labels
 from ssm_tune.mixers.layer_graphs import run_blocks
+from ssm_tune.mixers.norms import normalised
 from ssm_tune.mixers.projections import project
 
 _renamed = deprecate_kwarg("cache_params", "5.40.0", new_name="cache")  # as stock does
@@ -42,7 +42,7 @@ class Block(Patched):
         before.
         """
         residual = hidden_states.float() if self.residual_in_fp32 else hidden_states
-        normed = _normalise(self.norm, residual)
+        normed = normalised(self.norm, residual)
         return residual + self.mixer(normed, cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
 
 
@@ -171,15 +171,6 @@ class CausalLM(Patched):
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
-
-
-def _normalise(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)` as one call of PyTorch's, which keeps x for backward; the stock module keeps x normalised as well."""
-    kept = vars(norm)
-    # Wrapped by an adapter that trains it, or changed or watched by somebody.
-    if "variance_epsilon" not in kept or "forward" in kept or norm._forward_hooks or norm._forward_pre_hooks:
-        return norm(x)
-    return F.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.variance_epsilon)
 
 
 def _output_class(model: Patched, ending: str, output_ending: str) -> type:

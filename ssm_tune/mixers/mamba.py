@@ -17,6 +17,7 @@ from ssm_tune.kernels.recompute import random_state_for, recomputable, recompute
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
+from ssm_tune.mixers.norms import normalised
 from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
 
@@ -95,4 +96,5 @@ class NormedMambaMixer(MambaMixer):
     """
 
     def _normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
+        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+        return tuple(normalised(norm, values) for norm, values in zip(norms, (dt, B, C), strict=True))
