@@ -5,7 +5,9 @@
 
 The truth is the stock model in evaluation mode, in float32 on the CPU, with each document alone. Against it, ours in
 training mode: the logits and gradients of a packed row, rows padded on the left and on the right; and ours in
-evaluation mode. Largest difference over largest value; of gradients, over the norm of a parameter's own. In bfloat16
+evaluation mode. Largest difference over largest value; of gradients, the norm of a parameter's difference over the
+norm of its own, or over a hundredth of the model's largest where its own is smaller (sums over tokens that nearly
+cancel, as A_log's, move by roundings anywhere); the worst over its own norm is named below the table. In bfloat16
 (SSM parameters in float32, as ssm-tune loads them) each is printed over stock's own: what stock in bfloat16 makes of
 each document alone in evaluation mode. The models are tiny and random, with real heads, and carry state: steps
 in [1e-3, 0.1], biases, rows of several chunks.
@@ -19,6 +21,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,8 @@ def main() -> int:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # measure here, print JSON
     arguments = parser.parse_args()
     if arguments.one:
-        print("RESULT " + json.dumps(measure(arguments.families[0], arguments.device)))
+        for found in measure(arguments.families[0], arguments.device):
+            print("RESULT " + json.dumps(found), flush=True)
         return 0
     return run_all(arguments)
 
@@ -75,13 +79,13 @@ def run_all(arguments: argparse.Namespace) -> int:
             settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
             output = subprocess.run(command, timeout=arguments.timeout, check=False, **settings).stdout
         except subprocess.TimeoutExpired as late:
-            output = (late.stdout or b"").decode(errors="replace")
+            output = late.stdout if isinstance(late.stdout, str) else (late.stdout or b"").decode(errors="replace")
         results = [line for line in output.splitlines() if line.startswith("RESULT ")]
         if results:
             found[family] = json.loads(results[-1].removeprefix("RESULT "))
-        state = "done" if results else "FAILED"
-        print(f"{family}: {state}, {time.monotonic() - started:.0f} s", flush=True)
-        if not results:
+        whole = bool(results) and "bfloat16" in found[family]
+        print(f"{family}: {'done' if whole else 'FAILED'}, {time.monotonic() - started:.0f} s", flush=True)
+        if not whole:
             print(output[-3000:], flush=True)
 
     jobs = arguments.jobs or min(len(arguments.families), os.cpu_count() or 1)
@@ -90,7 +94,7 @@ def run_all(arguments: argparse.Namespace) -> int:
     done = {family: found[family] for family in arguments.families if family in found}
     print_table(done, arguments.device)
     wrong = [family for family, result in done.items() if not right(result)]
-    failed = [family for family in arguments.families if family not in done]
+    failed = [family for family in arguments.families if "bfloat16" not in done.get(family, {})]
     seconds = time.monotonic() - begin
     print(f"\n{seconds:.0f} s. Not right: {', '.join(wrong) or 'none'}. Failed: {', '.join(failed) or 'none'}.")
     return 1 if wrong or failed else 0
@@ -98,7 +102,7 @@ def run_all(arguments: argparse.Namespace) -> int:
 
 def right(result: dict[str, Any]) -> bool:
     """1e-5 in float32; in bfloat16 twice stock's own noise."""
-    return max(result["float32"].values()) <= 1e-5 and max(result["bfloat16"].values()) <= 2
+    return max(result["float32"].values()) <= 1e-5 and max(result.get("bfloat16", {"": 0.0}).values()) <= 2
 
 
 def print_table(found: dict[str, Any], device: str) -> None:
@@ -106,15 +110,19 @@ def print_table(found: dict[str, Any], device: str) -> None:
     print(f"| family | {' | '.join(CHECKS)} |\n|---|{'---|' * len(CHECKS)}")
     for family, result in found.items():
         print(f"| {family} | " + " | ".join(f"{result['float32'][check]:.0e}" for check in CHECKS) + " |")
+    worst = [f"{family} {result['own'][0]:.0e} ({result['own'][1]})" for family, result in found.items()]
+    print(f"\nThe gradient that is worst over its own norm: {', '.join(worst)}.")
     print("\nbfloat16, difference over stock's own, and stock's own\n")
     print(f"| family | {' | '.join(CHECKS)} | stock: logits | gradients |\n|---|{'---|' * (len(CHECKS) + 2)}")
     for family, result in found.items():
+        if "bfloat16" not in result:
+            continue
         ratios = " | ".join(f"{result['bfloat16'][check]:.2f}" for check in CHECKS)
         print(f"| {family} | {ratios} | {result['noise']['logits']:.1e} | {result['noise']['gradients']:.1e} |")
 
 
-def measure(family: str, device: str) -> dict[str, Any]:
-    """The differences of one family, by dtype and check."""
+def measure(family: str, device: str) -> Iterator[dict[str, Any]]:
+    """The differences of one family, by dtype and check; first those in float32 alone."""
     sys.path.insert(0, str(TESTS))
     import torch
     from spared_tuning import spare_tuning
@@ -127,21 +135,20 @@ def measure(family: str, device: str) -> dict[str, Any]:
         set_kernel_order(None, required=True)  # no fallback in silence
     torch.set_num_threads(1)
     wanted = Truth(tiny_model(family, **DIMENSIONS[family]))
-    stock = tiny_model(family, **DIMENSIONS[family]).to(device=device, dtype=torch.bfloat16)
-    noise = wanted.compare_alone(stock, device)
-    found: dict[str, Any] = {"noise": noise}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = ours(tiny_model(family, **DIMENSIONS[family]), dtype).to(device)
-        differences = wanted.compare(model, device)
-        if dtype == torch.bfloat16:
-            differences = {
-                check: value / noise["gradients" if check == "gradients" else "logits"]
-                for check, value in differences.items()
-            }
-        found[str(dtype).removeprefix("torch.")] = differences
+    found: dict[str, Any] = {}
+    found["float32"] = wanted.compare(ours(tiny_model(family, **DIMENSIONS[family]), torch.float32).to(device), device)
+    found["own"] = wanted.worst_of_own
     report = {choice.operation: choice.backend for choice in kernel_report(device)} if device == "cpu" else {}
     found["where"] = torch.cuda.get_device_name() if device != "cpu" else f"kernels {report.get('ssd_scan')}"
-    return found
+    yield found
+    stock = tiny_model(family, **DIMENSIONS[family]).to(device=device, dtype=torch.bfloat16)
+    noise = found["noise"] = wanted.compare_alone(stock, device)
+    low = ours(tiny_model(family, **DIMENSIONS[family]), torch.bfloat16).to(device)
+    found["bfloat16"] = {
+        check: difference / noise["gradients" if check == "gradients" else "logits"]
+        for check, difference in wanted.compare(low, device).items()
+    }
+    yield found
 
 
 def ours(model: Any, dtype: Any) -> Any:
@@ -165,6 +172,7 @@ class Truth:
         self.documents = rows.make_documents(LENGTHS)
         self.tokens = sum(LENGTHS) - len(LENGTHS)
         self.logits, self.gradients = self.alone(stock, "cpu")
+        self.worst_of_own = (0.0, "")  # of all gradients compared until now, and the parameter's name
 
     def alone(self, model: Any, device: str) -> tuple[list[Any], dict[str, Any]]:
         model.zero_grad()
@@ -203,8 +211,10 @@ class Truth:
             trained = self.cut(layout, output.logits)
             found[name] = max(rows.worst(trained, self.logits), rows.worst(evaluated, self.logits))
             found["train - eval"] = max(found.get("train - eval", 0), rows.worst(trained, evaluated))
-            gradient = rows.worst_gradient(gradients_of(model), self.gradients)[0]
+            gradients = gradients_of(model)
+            gradient = rows.worst_gradient(gradients, self.gradients)[0]
             found["gradients"] = max(found.get("gradients", 0), gradient)
+            self.worst_of_own = max(self.worst_of_own, rows.worst_gradient(gradients, self.gradients, floor=1e-4))
         return found
 
     def cut(self, layout: Any, logits: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
     python benchmarks/mixer_memory.py                         # on a GPU of 80 GiB or more, about 4 minutes
     python benchmarks/mixer_memory.py --rows mamba-1.4b/full
+    python benchmarks/mixer_memory.py --layers 1              # compiles and tunes the kernels, for a run soon after
     python benchmarks/mixer_memory.py --device cpu            # tiny models, to try the script
 
 Random weights of the published shapes in bfloat16 (ours: SSM parameters in float32), AdamW in the weights' dtype, 4
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4, help="timed steps (default 4)")
+    parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--order", nargs="+", help="kernels.order of ours: triton, for instance")
     arguments = parser.parse_args()
     set_kernel_order(arguments.order)
@@ -77,7 +79,7 @@ def device_name(device: str) -> str:
 def measure_row(row: str, arguments: argparse.Namespace) -> list[str]:
     """All variants of one model and method, on the same weights."""
     shape, method = row.split("/")
-    model = build(shape, method, arguments.device)
+    model = build(shape, method, arguments.device, arguments.layers)
     found: dict[str, dict[str, float]] = {}
     for variant in arguments.variants:
         begin = time.monotonic()
@@ -94,7 +96,9 @@ def measure_row(row: str, arguments: argparse.Namespace) -> list[str]:
         print(f"{row}, {variant}: {time.monotonic() - begin:.0f} s, {first}. {tuned}", flush=True)
     del model
     free()
-    return [line(row, variant, result, found.get("stock", result)) for variant, result in found.items()]
+    lines = [line(row, variant, result, found.get("stock", result)) for variant, result in found.items()]
+    print("\n".join(lines), flush=True)
+    return lines
 
 
 def line(row: str, variant: str, result: dict[str, float], stock: dict[str, float]) -> str:
@@ -103,12 +107,13 @@ def line(row: str, variant: str, result: dict[str, float], stock: dict[str, floa
     return f"| {row} | {variant} | {result['ms']:.0f} | {memory} | {of_stock} |"
 
 
-def build(shape: str, method: str, device: str) -> Any:
+def build(shape: str, method: str, device: str, layers: int | None) -> Any:
     torch.manual_seed(0)
     dimensions = dict(SHAPES[shape])
     model_type = dimensions.pop("model_type")
     if device == "cpu":
         dimensions |= TINY | (TINY_HEADS if model_type == "mamba2" else {})
+    dimensions |= {"num_hidden_layers": layers} if layers else {}
     config = AutoConfig.for_model(model_type, use_cache=False, **dimensions)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

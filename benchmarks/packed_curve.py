@@ -38,20 +38,21 @@ from tiny import EOS, VOCAB_SIZE, carry_state, tiny_tokenizer
 
 DOCUMENTS = 8  # in an optimizer step
 _IDS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 128}
+_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_chunk_size": 64}
+# Heads as in equivalence.py: whichever runs second finds its Triton kernels compiled.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"hidden_size": 256, "num_hidden_layers": 4}),
     "mamba2": (
         "mamba2",
         {
-            **{"hidden_size": 256, "num_hidden_layers": 4, "num_heads": 8, "head_dim": 64, "state_size": 64},
-            **{"n_groups": 1, "chunk_size": 128},
+            **{"hidden_size": 128, "num_hidden_layers": 4, "num_heads": 8, "head_dim": 32, "state_size": 64},
+            **{"n_groups": 1, "chunk_size": 64},
         },
     ),
     "bamba": (
         "bamba",
         {
-            **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
             **{"num_hidden_layers": 4, "attn_layer_indices": [1], **_HEADS},
         },
     ),

@@ -186,14 +186,14 @@ def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
     return max(relative_error(a.float(), b.float()) for a, b in zip(got, wanted, strict=True))
 
 
-def worst_gradient(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+def worst_gradient(got: dict[str, Tensor], wanted: dict[str, Tensor], floor: float = 0.01) -> tuple[float, str]:
     """The largest relative error of a parameter's gradient, as norms, and the parameter's name.
 
-    Gradients smaller than a hundredth of the model's largest are measured against that hundredth: sums over tokens that
+    Gradients smaller than `floor`, a part of the model's largest, are measured against that: sums over tokens that
     nearly cancel (A_log of a head, say) move by more than 1e-5 of themselves when weights move by one rounding.
     """
     assert got.keys() == wanted.keys()
-    floor = max(gradient.norm().item() for gradient in wanted.values()) / 100
+    smallest = max(gradient.norm().item() for gradient in wanted.values()) * floor
     return max(
-        ((got[name] - wanted[name]).norm().item() / max(wanted[name].norm().item(), floor), name) for name in wanted
+        ((got[name] - wanted[name]).norm().item() / max(wanted[name].norm().item(), smallest), name) for name in wanted
     )
