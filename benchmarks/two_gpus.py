@@ -68,7 +68,7 @@ class Job:
 
     kind: str
     method: str
-    mode: str  # alone, ddp, fsdp2
+    mode: str  # alone, ddp, fsdp2, offload (fsdp2 with weights and optimizer in host memory)
     processes: int
     batch: int
     rows: int
@@ -104,12 +104,13 @@ def plan_two(tiny: bool) -> list[Job]:
 def plan_one(tiny: bool) -> list[Job]:
     kinds = ("tiny mamba", "tiny mamba2") if tiny else ("mamba", "mamba2", "falcon_mamba", "zamba2")
     size = {"steps": 4, "length": 64} if tiny else {"steps": 12, "length": 1024}
-    return [
+    jobs = [
         Job(kind, method, mode, 1, batch=4, rows=4, **size)
         for kind in kinds
         for mode in ("alone", "fsdp2")
         for method in ("full", "LoRA")
     ]
+    return [*jobs, Job(kinds[0], "full", "offload", 1, batch=4, rows=4, **size)]
 
 
 # -- a worker: some jobs of one kind, one after the other in one process group ----------------------------------------
@@ -149,7 +150,8 @@ def run(job: Job, folder: Path, use_cpu: bool) -> dict[str, Any]:
     from ssm_tune.sharding import Sharding
     from ssm_tune.trainer import SSMTrainer
 
-    os.environ["SSM_TUNE_SHARDED"] = str(job.mode == "fsdp2")
+    os.environ["SSM_TUNE_SHARDED"] = str(job.mode in ("fsdp2", "offload"))
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(job.mode == "offload")
     sharding = Sharding.from_environment()
     join({"use_cpu": use_cpu}, alone=sharding is not None)
     device = torch.device("cpu") if use_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

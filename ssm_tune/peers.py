@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ssm_tune.run_folder import Stopped
+from ssm_tune.training_arguments import on_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ def join(training: Mapping[str, Any], *, alone: bool = False) -> Peers | None:
     """
     global _peers
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    use_cpu = training.get("use_cpu", False) or not torch.accelerator.is_available()
+    use_cpu = on_cpu(training)
     if count > 1 and not dist.is_initialized():
         from accelerate import PartialState
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ def compute_dtype(recipe: Recipe) -> torch.dtype:
     """The dtype of compute and of frozen weights: as the recipe says, else float32 on a CPU and bfloat16 on a GPU."""
     if recipe.model.dtype is not None:
         return DTYPES[recipe.model.dtype]
-    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
-    return torch.bfloat16 if on_gpu else torch.float32
+    return torch.bfloat16 if torch.cuda.is_available() and not on_cpu(recipe.training) else torch.float32
+
+
+def on_cpu(training: Mapping[str, Any]) -> bool:
+    """Whether a recipe, an accelerate config (`use_cpu`) or the want of anything else puts training on the CPU."""
+    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    return asked or training.get("use_cpu", False) or not torch.accelerator.is_available()
 
 
 def world_size() -> int:
@@ -106,7 +112,7 @@ def build_arguments(
         chosen["eval_on_start"] = False  # it was done when the run began
     if not torch.cuda.is_available():
         chosen["dataloader_pin_memory"] = given.get("dataloader_pin_memory", False)
-    if not torch.accelerator.is_available():
+    if on_cpu(given):
         chosen["use_cpu"] = True  # else TrainingArguments refuses bf16, and a GPU's recipe would not run on a CPU
     if world_size() > 1 and "ddp_find_unused_parameters" not in given:
         chosen["ddp_find_unused_parameters"] = False
