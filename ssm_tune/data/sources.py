@@ -208,9 +208,10 @@ def load_hub(source: DataSource, where: str, *, streaming: bool = False) -> Any:
     from datasets import get_dataset_config_names, load_dataset
 
     name, _, subset = source.path.partition(":")
+    options = {"split": source.split, **({"streaming": True} if streaming else {})}
     with hub_errors(source.path, source.split, where):
         try:
-            return load_dataset(name, subset or None, split=source.split, streaming=streaming)
+            return load_dataset(name, subset or None, **options)
         except ValueError as error:
             if subset or "Config name is missing" not in str(error):
                 raise
@@ -218,7 +219,7 @@ def load_hub(source: DataSource, where: str, *, streaming: bool = False) -> Any:
         usual = [subset for subset in ("default", "main") if subset in subsets]
         if not usual:
             raise RecipeError(f"{where}.path: {name} has several subsets; write {name}:{subsets[0]}, one of {subsets}.")
-        return load_dataset(name, usual[0], split=source.split, streaming=streaming)
+        return load_dataset(name, usual[0], **options)
 
 
 @contextmanager
