@@ -5,8 +5,7 @@ Which configuration runs changes no result beyond rounding.
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from ssm_tune.kernels.tuning import smallest
 
 
 def spare_tuning() -> None:
@@ -16,10 +15,5 @@ def spare_tuning() -> None:
     except ImportError:
         return
     prune = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, kwargs: sorted(prune(self, kwargs), key=_size)[:1]
+    Autotuner.prune_configs = lambda self, kwargs: [smallest(prune(self, kwargs))]
     Autotuner._bench = lambda self, *args, config, **meta: [0.0, 0.0, 0.0]
-
-
-def _size(config: Any) -> tuple[int, int]:
-    blocks = [value for value in config.kwargs.values() if isinstance(value, int) and not isinstance(value, bool)]
-    return math.prod(blocks) * config.num_stages, config.num_warps

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,6 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
-
-_TRIED = 2  # configurations in a trial: the first may ask for more shared memory than the card has
 
 
 @dataclass
@@ -178,12 +177,22 @@ def _keep(tuning: _Tuning) -> None:
         logger.warning("%s cannot be written (%s): the next run tunes again.", file, error)
 
 
+def smallest(configurations: Sequence[Any]) -> Any:
+    """Of Triton's configurations the one with the smallest blocks and fewest stages."""
+
+    def size(configuration: Any) -> tuple[int, int]:
+        values = [value for value in configuration.kwargs.values() if type(value) is int]
+        return math.prod(values) * configuration.num_stages, configuration.num_warps
+
+    return min(configurations, key=size)
+
+
 @contextmanager
 def without_tuning() -> Iterator[None]:
-    """Inside, a Triton kernel that is tuned takes one of its first configurations: seconds instead of minutes.
+    """Inside, a Triton kernel that is tuned takes its smallest configuration: seconds instead of minutes.
 
-    Which is fastest says nothing of whether a kernel is right. What was chosen inside is forgotten on leaving, so that
-    training tunes for itself. Without Triton it does nothing.
+    That one compiles fastest and fits into any card's shared memory; which is fastest says nothing of whether a kernel
+    is right. It is forgotten on leaving, so that training tunes for itself. Without Triton it does nothing.
     """
     try:
         from triton.runtime.autotuner import Autotuner
@@ -195,7 +204,7 @@ def without_tuning() -> Iterator[None]:
 
     def prune_configs(self: Any, *args: Any, **kwargs: Any) -> Any:
         known.setdefault(id(self), (self, set(self.cache)))
-        return prune(self, *args, **kwargs)[:_TRIED]
+        return [smallest(prune(self, *args, **kwargs))]
 
     Autotuner.prune_configs = prune_configs
     _state.paused += 1
