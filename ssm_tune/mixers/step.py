@@ -37,7 +37,8 @@ def can_step(model: nn.Module) -> bool:
     backbone = inner[0].backbone
     passed_by = [inner[0], backbone, backbone.norm_f, *backbone.layers, *(block.norm for block in backbone.layers)]
     devices = {parameter.device for parameter in inner[0].parameters()}
-    return len(devices) == 1 and not any(_is_changed(module) for module in passed_by)
+    here = len(devices) == 1 and "meta" not in {device.type for device in devices}  # meta: offloaded
+    return here and not any(_is_changed(module) for module in passed_by)
 
 
 def same_step(model: nn.Module) -> tuple[Any, ...]:
@@ -53,7 +54,9 @@ def same_step(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or vars(module).keys() & {"forward", "_hf_hook"})
+    own = vars(module)
+    replaced = "forward" in own and "_old_forward" not in own  # accelerate's hooks only move what lies elsewhere
+    return replaced or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class DecodeStep:

@@ -123,3 +123,16 @@ def test_models_with_something_on_the_modules_that_are_passed_by_take_the_long_w
     assert not can_step(model)
     assert not can_step(unpatch_model(tiny_model("mamba")))
     assert not any(can_step(patch_model(tiny_model(kind))) for kind in HYBRID)
+
+
+def test_accelerates_hooks_change_nothing_where_all_lies_on_one_device() -> None:
+    """Quantised models are loaded with them, whatever the device."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = patch_model(tiny_model("mamba2"))
+    ids = torch.randint(6, 260, (2, 12))
+    expected = decoded(model, ids, 5)
+    for module in list(model.modules()):
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    assert can_step(model)
+    assert torch.equal(decoded(model, ids, 5), expected)
