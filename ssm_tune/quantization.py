@@ -118,6 +118,8 @@ def _is_norm(module: nn.Module) -> bool:
 class _Raised:
     """Before and after a norm in float32: the model goes on in its own dtype, whatever that is by then."""
 
+    only_float32 = True  # what computes a norm in float32 anyway need not call this (ssm_tune.mixers.step)
+
     def __init__(self, embedding: nn.Module) -> None:
         self.embedding = embedding
 

@@ -56,7 +56,8 @@ def same_step(model: nn.Module) -> tuple[Any, ...]:
 def _is_changed(module: nn.Module) -> bool:
     own = vars(module)
     replaced = "forward" in own and "_old_forward" not in own  # accelerate's hooks only move what lies elsewhere
-    return replaced or bool(module._forward_hooks or module._forward_pre_hooks)
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return replaced or not all(getattr(hook, "only_float32", False) for hook in hooks)
 
 
 class DecodeStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tiny import HYBRID, PURE, tiny_model
 from ssm_tune.adapter import apply_adapter
 from ssm_tune.mixers import patch_model, unpatch_model
 from ssm_tune.mixers.step import DecodeStep, can_step
+from ssm_tune.model import load_model
 from ssm_tune.outputs.decoding.loop import read_prompts
 from ssm_tune.outputs.decoding.states import BatchedStates
 from ssm_tune.recipe import AdapterSection
@@ -136,3 +138,16 @@ def test_accelerates_hooks_change_nothing_where_all_lies_on_one_device() -> None
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     assert can_step(model)
     assert torch.equal(decoded(model, ids, 5), expected)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_adapters_on_packed_weights_step_too(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    wide = {"hidden_size": 128} | ({"num_heads": 8, "head_dim": 32} if kind == "mamba2" else {})
+    tiny_model(kind, **wide).save_pretrained(tmp_path)
+    model = apply_adapter(load_model(tmp_path, load_in_4bit=True, device="cpu"), AdapterSection(r=4))
+    stir(model)
+    model.eval()
+    ids = torch.randint(6, 260, (2, 12))
+    assert can_step(model)
+    assert difference(decoded(model, ids, 5), whole(model, ids, 5)) < 0.03
