@@ -69,7 +69,7 @@ def play(
     folder: Path, number: int, mode: str, processes: int, chance: random.Random, unbroken: dict[int, float]
 ) -> bool:
     """One round; prints its line, and says whether all was well."""
-    output, rank, step = folder / f"run{number}", chance.randrange(processes), chance.randrange(SAVED, STEPS - 1)
+    output, rank, step = folder / f"run{number}", chance.randrange(processes), chance.randrange(1, STEPS - 1)
     process = start(folder, output.name, mode, processes)
     while process.poll() is None and (not losses(output) or max(losses(output)) < step):
         time.sleep(0.01)

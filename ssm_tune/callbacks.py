@@ -128,9 +128,8 @@ class Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and self.file.exists():
-            kept = [
-                line for line in self.file.read_text().splitlines() if json.loads(line)["step"] <= state.global_step
-            ]
+            lines = self.file.read_text().splitlines() if state.global_step else []  # at 0 the first evaluation too
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
             self.file.write_text("".join(f"{line}\n" for line in kept))
 
     def on_log(

@@ -247,15 +247,15 @@ class RunFolder:
         found = [folder for folder in self.checkpoints.glob("checkpoint-*") if (folder / _MANIFEST).is_file()]
         return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
-    def last_checkpoint(self) -> Path:
-        """The newest checkpoint, checked against its list of files.
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint, checked against its list of files; None if none was written yet.
 
         Raises:
-            RecipeError: there is none, or a file of it is missing or has another size than was written.
+            RecipeError: a file of it is missing or has another size than was written.
         """
         found = self.list_checkpoints()
         if not found:
-            raise RecipeError(f"--resume: {self.checkpoints} holds no checkpoint; start again with another output_dir.")
+            return None
         newest = found[-1]
         for name, size in json.loads((newest / _MANIFEST).read_text(encoding="utf-8")).items():
             file = newest / name

@@ -149,6 +149,8 @@ def _train(job: Job) -> Run:
                 peers.wait()
                 folder.check_shared()
             checkpoint = folder.last_checkpoint() if job.resume else None
+            if job.resume and checkpoint is None and job.is_main:
+                logger.warning("--resume: no checkpoint was written yet; the run starts from its beginning.")
             if job.is_main:
                 _write_recipe(job, folder)
             _choose_kernels(job)

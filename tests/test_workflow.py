@@ -130,6 +130,18 @@ def test_an_interrupted_run_resumes_with_the_losses_of_an_unbroken_one(method, n
     assert torch.equal(logits(Run.load(tmp_path / "broken").model), whole)
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, caplog):
+    fit("mamba", tmp_path / "whole")
+    killed = RunFolder.create(tmp_path / "killed")
+    killed.write_state("running", pid=2**22 + 1)
+    killed.write_text("metrics.jsonl", '{"step": 1, "loss": 9.0}\n')
+    with pytest.raises(RecipeError, match="--resume"):
+        fit("mamba", tmp_path / "killed")
+    fit("mamba", tmp_path / "killed", resume=True)
+    assert "no checkpoint was written yet; the run starts from its beginning" in caplog.text
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
 def test_a_loss_that_is_not_finite_stops_and_names_step_rows_and_checkpoint(tmp_path, monkeypatch):
     inner = SSMTrainer.compute_loss
 
