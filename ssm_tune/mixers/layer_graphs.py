@@ -130,4 +130,6 @@ def record(blocks: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> 
     enabled = torch.is_autocast_enabled(kind)
     # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
     with torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False):
-        return torch.cuda.make_graphed_callables(blocks, samples, allow_unused_input=True)
+        recorded = torch.cuda.make_graphed_callables(blocks, samples, allow_unused_input=True)
+    torch.cuda.empty_cache()  # of the batches before: a graph does not share its memory with them
+    return recorded
