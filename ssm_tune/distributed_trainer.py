@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl import SFTTrainer
 
 from ssm_tune import sharded_checkpoints as checkpoints
 from ssm_tune.optimizer import decayed_parameter_names
-from ssm_tune.rank_batches import FilledRows, filled_sampler
+from ssm_tune.rank_batches import FilledRows, filled_sampler, tell_epochs
 from ssm_tune.recipe import RecipeError
 from ssm_tune.sharding import Sharding, average_replicated, clip_gradients, replicated, shard_model, split_groups
 
@@ -76,11 +75,7 @@ class DistributedTrainer(SFTTrainer):
         if not isinstance(sampler, BatchRebalanceSampler):  # which gives each process rows of its own
             sampler = filled_sampler(sampler, rows, batch_size * processes, self.args.data_seed)
         loader = super()._get_dataloader(rows, description, batch_size, lambda _: sampler, **kwargs)
-        if isinstance(loader.batch_sampler, BatchSamplerShard) and hasattr(sampler, "set_epoch"):
-            # What skips the batches of a resumed epoch stands between the loader and this one, and the loader looks no
-            # further: without it a run that is resumed inside its second epoch takes the rows of its first.
-            loader.batch_sampler.set_epoch = sampler.set_epoch
-        return loader
+        return tell_epochs(loader, sampler)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 

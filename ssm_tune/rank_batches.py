@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
 
 class FilledRows(Dataset[dict[str, Any]]):
@@ -62,6 +62,17 @@ def filled_sampler(sampler: Sampler[int] | None, rows: FilledRows, step: int, da
     """`sampler` (None: in order), filled up to a multiple of `step`: batch size x processes."""
     sampler = SequentialSampler(rows) if sampler is None else _seeded(sampler, data_seed)
     return FilledSampler(sampler, len(rows), step)
+
+
+def tell_epochs(loader: DataLoader, sampler: Sampler[int]) -> DataLoader:
+    """Let the number of the epoch reach the sampler, through the part that picks one process's batches.
+
+    What skips the batches of a resumed epoch stands between the loader and that part, and neither accelerate nor
+    transformers looks further: a run resumed inside its second epoch would take the rows of its first.
+    """
+    if isinstance(loader.batch_sampler, BatchSamplerShard) and hasattr(sampler, "set_epoch"):
+        loader.batch_sampler.set_epoch = sampler.set_epoch
+    return loader
 
 
 def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
