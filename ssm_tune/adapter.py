@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ssm_tune.lora_layers import cast_adapters_only
+from ssm_tune.quantization import refuse_dora_in_8_bits
 from ssm_tune.recipe import RecipeError
 from ssm_tune.ssm_parameters import (
     find_ssm_parameters,
@@ -135,6 +136,8 @@ def apply_adapter(
     Raises:
         RecipeError: a target, modules_to_save or train_also name that is not in the model, or cannot be trained so.
     """
+    if section.use_dora:
+        refuse_dora_in_8_bits(model)
     found = find_targets(model, section.targets)
     trained = find_ssm_parameters(model, section.train_also)
     modules = _check_modules_to_save(model, section.modules_to_save or [], found.paths)
@@ -241,6 +244,8 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool = False) 
     config = read_adapter_config(folder)
     shapes = _read_shapes(folder / WEIGHTS_FILE)
     _check_fits(model, shapes, folder)
+    if config.use_dora:
+        refuse_dora_in_8_bits(model)
     config.inference_mode = not trainable
     name, config.base_model_name_or_path = config.base_model_name_or_path, None  # PEFT warns when it puts the model's
     with guard_lifted():

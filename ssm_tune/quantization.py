@@ -111,6 +111,22 @@ def prepare_packed(model: nn.Module) -> None:
             module.register_forward_hook(hook)
 
 
+def release_norms(model: nn.Module) -> None:
+    """Take the casts round norms away from a model that is not packed any more, in place."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Raised)]:
+                del hooks[key]
+
+
+def refuse_dora_in_8_bits(model: nn.Module) -> None:
+    """PEFT moves an 8-bit weight on a CPU at every step of DoRA, and its scales are lost on the way."""
+    if any(hasattr(parameter, "CB") and parameter.device.type == "cpu" for parameter in model.parameters()):
+        raise RecipeError(
+            "adapter.use_dora: on a CPU, DoRA cannot be had on weights in 8 bits. Take model.load_in_4bit, or plain LoRA."
+        )
+
+
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and module._parameters.get("weight") is not None
 

@@ -13,10 +13,11 @@ from original_layouts import write_state_spaces
 from tiny import KINDS, PURE, tiny_model
 from transformers import DynamicCache
 
+from ssm_tune.adapter import apply_adapter
 from ssm_tune.families import family_of
 from ssm_tune.mixers import unpatch_model
 from ssm_tune.model import load_model, model_report
-from ssm_tune.recipe import RecipeError
+from ssm_tune.recipe import AdapterSection, RecipeError
 from ssm_tune.self_check import TOLERANCE, check_model
 
 TOKENS = torch.randint(3, 290, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -180,6 +181,15 @@ def test_rounding_in_8_bits_passes_the_self_check(tmp_path: Path) -> None:
     model = load_model(tmp_path, device="cpu", load_in_8bit=True)
     found = check_model(model, nullcontext, isolate=True)
     assert max(found.values()) > TOLERANCE[torch.float32]
+
+
+def test_dora_in_8_bits_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    """PEFT loses the scales there after the first step: an AttributeError in the middle of a run."""
+    tiny_model("mamba").save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu", load_in_8bit=True)
+    with pytest.raises(RecipeError, match="DoRA cannot be had on weights in 8 bits"):
+        apply_adapter(model, AdapterSection(use_dora=True))
+    apply_adapter(model, AdapterSection())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ssm_tune.mixers import unpatch_model
 from ssm_tune.model import load_model, read_dtype
 from ssm_tune.outputs.finished_run import FinishedRun, load_finished_tokenizer, open_finished_run
 from ssm_tune.outputs.model_card import write_merged_card
-from ssm_tune.quantization import is_quantized
+from ssm_tune.quantization import is_quantized, release_norms
 from ssm_tune.recipe import RecipeError
 from ssm_tune.run_folder import open_to_readers
 from ssm_tune.weight_checks import without_bars
@@ -94,6 +94,7 @@ def _dequantise(model: nn.Module) -> nn.Module:
     from ssm_tune.mixers import patch_model
 
     model = unpatch_model(model).dequantize(dtype=torch.float32)
+    release_norms(model)
     if is_quantized(model):
         raise RecipeError("merge: the base's quantised weights could not be turned back into plain ones.")
     logger.warning("merge: the base is quantised; its weights keep the rounding that the adapter was trained with.")

@@ -160,6 +160,13 @@ def test_a_quantised_base_is_dequantised(
         assert tensors.get_tensor("backbone.layers.0.mixer.in_proj.weight").dtype == torch.bfloat16
 
 
+def test_a_quantised_base_whose_embedding_is_trained(make_run: MakeRun) -> None:
+    """The norms of a packed model are held in float32; a merged one in 16 bits computes in its own dtype again."""
+    pytest.importorskip("bitsandbytes")
+    folder, _ = make_run("bamba", keys={"load_in_4bit": True}, modules_to_save=["embed_tokens"])
+    assert logits(AutoModelForCausalLM.from_pretrained(merge_run(folder))).isfinite().all()
+
+
 def test_a_run_trained_in_16_bit_is_merged_from_what_it_was_trained_on(make_run: MakeRun, tmp_path: Path) -> None:
     """Its frozen weights were rounded when it was trained on a GPU: merging into others would be another model."""
     folder, trained = make_run("mamba", keys={"dtype": "bfloat16"})
