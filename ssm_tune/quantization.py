@@ -123,7 +123,7 @@ def refuse_dora_in_8_bits(model: nn.Module) -> None:
     """PEFT moves an 8-bit weight on a CPU at every step of DoRA, and its scales are lost on the way."""
     if any(hasattr(parameter, "CB") and parameter.device.type == "cpu" for parameter in model.parameters()):
         raise RecipeError(
-            "adapter.use_dora: on a CPU, DoRA cannot be had on weights in 8 bits. Take model.load_in_4bit, or plain LoRA."
+            "adapter.use_dora: on a CPU, DoRA cannot be had on weights in 8 bits. Use load_in_4bit, or LoRA without it."
         )
 
 
