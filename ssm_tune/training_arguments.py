@@ -110,12 +110,7 @@ def build_arguments(
         raise RecipeError(f"{where}.eval_strategy: there is no evaluation data. Give data.eval or data.eval_fraction.")
     if resuming and given.get("eval_on_start"):
         chosen["eval_on_start"] = False  # it was done when the run began
-    if not torch.cuda.is_available():
-        chosen["dataloader_pin_memory"] = given.get("dataloader_pin_memory", False)
-    if on_cpu(given):
-        chosen["use_cpu"] = True  # else TrainingArguments refuses bf16, and a GPU's recipe would not run on a CPU
-    if world_size() > 1 and "ddp_find_unused_parameters" not in given:
-        chosen["ddp_find_unused_parameters"] = False
+    chosen |= _for_this_machine(given)
     accumulation = _accumulation(recipe, where)
     if accumulation is not None:
         chosen["gradient_accumulation_steps"] = accumulation
@@ -156,6 +151,18 @@ def _kept_batch(checkpoint: Path, values: dict[str, Any], where: str) -> dict[st
     return kept if fitting[0] == batch else {key: fitting[0], **kept}
 
 
+def _for_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that follow from the devices and processes, as far as the recipe leaves them open."""
+    chosen: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        chosen["dataloader_pin_memory"] = given.get("dataloader_pin_memory", False)
+    if on_cpu(given):
+        chosen["use_cpu"] = True  # else TrainingArguments refuses bf16, and a GPU's recipe would not run on a CPU
+    if world_size() > 1 and "ddp_find_unused_parameters" not in given:
+        chosen["ddp_find_unused_parameters"] = False
+    return chosen
+
+
 def _accumulation(recipe: Recipe, where: str) -> int | None:
     """Micro-batches per optimizer step that come nearest to data.batch_tokens tokens (padding counted), or None."""
     tokens = recipe.data.batch_tokens
@@ -179,3 +186,19 @@ def _accumulation(recipe: Recipe, where: str) -> int | None:
             f"{steps * micro:,}",
         )
     return steps
+
+
+def switch_off_router_loss(config: Any, arguments: SFTConfig) -> None:
+    """TRL's load-balancing loss reads `num_experts`; models without that key, or without experts, go without it."""
+    has_experts = hasattr(config, "num_experts") and config.num_experts > 1
+    if hasattr(config, "output_router_logits") and not has_experts:
+        if arguments.router_aux_loss_coef:
+            raise RecipeError(
+                f"training.router_aux_loss_coef: there is no load-balancing loss for {config.model_type}. Leave it out."
+            )
+        if getattr(config, "num_local_experts", 0) > 0:
+            logger.warning(
+                "%s: experts are trained without a load-balancing loss; watch them if many are trained.",
+                config.model_type,
+            )
+        arguments.router_aux_loss_coef = 0.0

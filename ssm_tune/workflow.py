@@ -21,7 +21,7 @@ from ssm_tune.adapter import adapter_targets, apply_adapter, check_targets
 from ssm_tune.callbacks import GradientCheck, ProgressBar, Recorder, StartAndResume, StopOnSignal, TuningReport
 from ssm_tune.closing import close_run
 from ssm_tune.data import Collator, PreparedData, prepare_data
-from ssm_tune.data.stream import TokenStream, read_state
+from ssm_tune.data.stream import make_stream
 from ssm_tune.data.stream_data import is_streamed, prepare_stream
 from ssm_tune.families import family_of, refusals
 from ssm_tune.faults import told
@@ -39,7 +39,13 @@ from ssm_tune.sharding import Sharding, describe_processes
 from ssm_tune.shards import trained_tokenizer
 from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
-from ssm_tune.training_arguments import build_arguments, compute_dtype, rows_per_step, world_size
+from ssm_tune.training_arguments import (
+    build_arguments,
+    compute_dtype,
+    rows_per_step,
+    switch_off_router_loss,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -206,7 +212,7 @@ def _prepare(job: Job, checkpoint: Path | None) -> tuple[PreTrainedTokenizerBase
         config = read_config(recipe.model.name, recipe.model.revision)
     else:
         config = None
-    tokenizer, told = _find_tokenizer(job, config)
+    tokenizer, told = _find_tokenizer(job, config, checkpoint)
     defaults += told
     packing = _is_packed(job)
     if config is not None:
@@ -237,13 +243,12 @@ def _prepare(job: Job, checkpoint: Path | None) -> tuple[PreTrainedTokenizerBase
     return tokenizer, data, arguments, defaults
 
 
-def _find_tokenizer(job: Job, config: Any) -> tuple[PreTrainedTokenizerBase, list[str]]:
+def _find_tokenizer(job: Job, config: Any, checkpoint: Path | None) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """The tokenizer, and what is to be said of one that was made here."""
     section, data = job.recipe.tokenizer, job.recipe.data
     if job.tokenizer is not None:
         return adopt_tokenizer(job.tokenizer, section, config), []
     if section.train:
-        checkpoint = RunFolder(job.output_dir).last_checkpoint() if job.resume else None
         return trained_tokenizer(section, data, job.task, job.rows, checkpoint)
     name = job.recipe.model.name
     if job.model is not None and section.name is None:
@@ -330,22 +335,11 @@ def _build_trainer(
     signals: StopOnSignal,
 ) -> SSMTrainer:
     packing = _is_packed(job)
-    _switch_off_router_loss(model.config, arguments)
+    switch_off_router_loss(model.config, arguments)
     disable_progress_bar()  # transformers' own, for every file that a checkpoint writes
     start = StartAndResume(checkpoint)
     collator = Collator(tokenizer.pad_token_id, fixed_length=arguments.max_length if packing else None)
-    stream = None
-    if data.stream is not None:
-        stream = TokenStream(
-            data.stream,
-            arguments.train_batch_size,
-            collator,
-            rank=arguments.process_index,
-            world_size=arguments.world_size,
-            workers=arguments.dataloader_num_workers,
-            accumulation=arguments.gradient_accumulation_steps,
-            state=None if checkpoint is None else read_state(checkpoint),
-        )
+    stream = None if data.stream is None else make_stream(data.stream, arguments, collator, checkpoint)
     trainer = SSMTrainer(
         model,
         arguments,
@@ -362,22 +356,6 @@ def _build_trainer(
     )
     start.trainer = trainer
     return trainer
-
-
-def _switch_off_router_loss(config: Any, arguments: SFTConfig) -> None:
-    """TRL's load-balancing loss reads `num_experts`; models without that key, or without experts, go without it."""
-    has_experts = hasattr(config, "num_experts") and config.num_experts > 1
-    if hasattr(config, "output_router_logits") and not has_experts:
-        if arguments.router_aux_loss_coef:
-            raise RecipeError(
-                f"training.router_aux_loss_coef: there is no load-balancing loss for {config.model_type}. Leave it out."
-            )
-        if getattr(config, "num_local_experts", 0) > 0:
-            logger.warning(
-                "%s: experts are trained without a load-balancing loss; watch them if many are trained.",
-                config.model_type,
-            )
-        arguments.router_aux_loss_coef = 0.0
 
 
 def _write_recipe(job: Job, folder: RunFolder) -> None:

@@ -15,13 +15,16 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ssm_tune.data.blocks import Block, ShardBlocks, StreamPlan
 from ssm_tune.recipe import RecipeError
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
 
 _REMEMBERED = 3  # blocks a shard whose documents' names are kept, for messages
 _HISTORY = 4  # batches beyond an optimizer step whose positions are kept: the trainer fetches some in advance
@@ -184,6 +187,22 @@ def _loader(plan: StreamPlan, begun: dict[int, tuple[int, dict[str, Any]]]) -> D
 
 def _unchanged(item: Any) -> Any:
     return item
+
+
+def make_stream(
+    plan: StreamPlan, arguments: SFTConfig, collator: Callable[[Rows], dict[str, torch.Tensor]], checkpoint: Path | None
+) -> TokenStream:
+    """The stream of a run's process, from where its checkpoint was. Raises RecipeError for a checkpoint without one."""
+    return TokenStream(
+        plan,
+        arguments.train_batch_size,
+        collator,
+        rank=arguments.process_index,
+        world_size=arguments.world_size,
+        workers=arguments.dataloader_num_workers,
+        accumulation=arguments.gradient_accumulation_steps,
+        state=None if checkpoint is None else read_state(checkpoint),
+    )
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
