@@ -17,14 +17,16 @@ SCRIPT = Path(__file__).with_name("sharded_cases.py")
 KINDS_AND_SWITCHES = (*KINDS, "zamba2, two shared blocks", "granitemoehybrid, experts", "mamba3", "h3", "samba")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each case came to, on rank 0 and on rank 1."""
-    folder = tmp_path_factory.mktemp("sharded")
+# What the default run tries; the rest is slow only because there is so much of it.
+QUICK = ("full mamba", "full zamba2", "bf16 mamba2", "precision", "clipping", "moving lora", "dead")
+
+
+def run_cases(folder: Path, cases: tuple[str, ...] = ()) -> dict[str, list[Any]]:
+    """What each case (of none: every one) came to, on rank 0 and on rank 1."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join(sys.path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("CASES", None)
+    environment["CASES"] = ";".join(cases)
     result = subprocess.run(
         [*command, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, timeout=280
     )
@@ -32,14 +34,33 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_cases(tmp_path_factory.mktemp("quick"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_cases(tmp_path_factory.mktemp("every"))
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return request.getfixturevalue("every" if request.node.get_closest_marker("slow") else "quick")
+
+
+def cases(*names: str) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize(
     "case",
-    [
+    cases(
         *(f"full {name}" for name in KINDS_AND_SWITCHES),
         *(f"lora {name}" for name in ("mamba", "zamba2", "jamba")),
         *(f"checkpointing {name}" for name in ("mamba", "zamba2", "bamba")),
         *("offload", "kept whole", "replicas", "train_also"),
-    ],
+    ),
 )
 def test_loss_and_gradients_are_those_of_one_process(found: dict[str, list[Any]], case: str) -> None:
     for rank in found[case]:
@@ -47,19 +68,21 @@ def test_loss_and_gradients_are_those_of_one_process(found: dict[str, list[Any]]
         assert rank["gradients"] < 1e-5
 
 
-@pytest.mark.parametrize("case", ["bf16 mamba", "bf16 mamba2", "bf16 bamba"])
+@pytest.mark.parametrize("case", cases("bf16 mamba", "bf16 mamba2", "bf16 bamba"))
 def test_bfloat16_rounds_no_more_than_autocast_does(found: dict[str, list[Any]], case: str) -> None:
     for rank in found[case]:
         assert rank["sharded"] < 1.5 * rank["autocast"]
         assert rank["sharded, recurrence"] < 1.5 * rank["autocast, recurrence"]
 
 
+@pytest.mark.slow
 def test_adapters_on_a_bfloat16_base(found: dict[str, list[Any]]) -> None:
     for rank in found["bf16 lora"]:
         assert rank["loss"] < 1e-4
         assert rank["gradients"] < 2e-2
 
 
+@pytest.mark.slow
 def test_what_is_wrapped_and_what_stays_whole(found: dict[str, list[Any]]) -> None:
     recurrence = ["A_log", "D", "bias"]  # the bias of dt_proj
     assert found["wrapping mamba"][0] == {"units": {"MambaForCausalLM": 1, "MambaBlock": 2}, "kept": recurrence}
@@ -86,13 +109,14 @@ def test_clipping_knows_sharded_and_whole_parameters(found: dict[str, list[Any]]
         assert rank["gradients"] < 1e-5
 
 
-@pytest.mark.parametrize("case", ["moving full", "moving lora"])
+@pytest.mark.parametrize("case", cases("moving full", "moving lora"))
 def test_checkpoints_go_between_shards_and_one_process(found: dict[str, list[Any]], case: str) -> None:
     for rank in found[case]:
         assert rank["gathered"] is True
         assert max(rank[way] for way in ("shards", "alone", "whole to shards")) < 1e-6
 
 
+@pytest.mark.slow
 def test_adapters_on_a_quantised_base(found: dict[str, list[Any]]) -> None:
     for case in ("qlora floats", "qlora bytes"):
         for rank in found[case]:
@@ -107,5 +131,6 @@ def test_parameters_without_gradient_are_found(found: dict[str, list[Any]]) -> N
     assert found["dead"] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_divide(found: dict[str, list[Any]]) -> None:
     assert "2 processes are not 3 equal groups" in found["uneven replicas"][0]
