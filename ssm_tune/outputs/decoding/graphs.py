@@ -26,35 +26,38 @@ def say_once(message: str, *arguments: Any) -> None:
         logger.warning("%s", text)
 
 
-class GraphedStep:
-    """Calls `step(ids)`; on a GPU, from the second call with as many rows on, as one graph.
+class Graphed:
+    """Calls `function(tensor)`; on a GPU, from the second call with as many rows on, as one graph.
 
     The first call runs as it is (kernels are compiled and tuned in it), and counts. Where a graph cannot be had, that
-    is said once, and every call runs as it is.
+    is said once, and every call runs as it is. Random numbers come from PyTorch's own generator and go on from call to
+    call.
 
     Args:
-        step: from ids (rows,) to a tensor; what else it reads and writes lies at addresses that do not change.
-        device: of the ids.
+        function: from a tensor (rows, ...) to a tensor or several; what else it reads and writes lies at addresses that
+            do not change.
+        device: of the tensor.
+        what: it is, in a word.
     """
 
-    def __init__(self, step: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        self._step = step
-        self._device = device
+    def __init__(self, function: Callable[[Tensor], Any], device: torch.device, what: str = "step") -> None:
+        self._function = function
+        self._what = what
         self.enabled = device.type == "cuda"
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Any]] = {}
         self._memory: Any = None  # the graphs never run side by side, so they share what they need in between
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids: (rows,). The result is overwritten by the next call."""
-        rows = ids.shape[0]
+    def __call__(self, tensor: Tensor) -> Any:
+        """The result is overwritten by the next call."""
+        rows = tensor.shape[0]
         if rows in self._graphs:
             graph, source, result = self._graphs[rows]
-            source.copy_(ids, non_blocking=True)
+            source.copy_(tensor, non_blocking=True)
             graph.replay()
             return result
-        result = self._step(ids)
+        result = self._function(tensor)
         if self.enabled:
-            self._capture(rows)
+            self._capture(rows, tensor)
         return result
 
     def forget(self) -> None:
@@ -62,29 +65,37 @@ class GraphedStep:
         self._graphs.clear()
         self._memory = None
 
-    def _capture(self, rows: int) -> None:
+    def _capture(self, rows: int, like: Tensor) -> None:
         begin = time.perf_counter()
-        source = torch.zeros(rows, dtype=torch.long, device=self._device)
         try:
-            with device_of(source):
+            with device_of(like):
+                source = torch.zeros_like(like)
                 if self._memory is None:
                     self._memory = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
                 # Other threads (a server's) may go on with the GPU meanwhile.
                 capturing = torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local")
-                with capturing, _without_cast_cache(self._device):
-                    result = self._step(source)
-        except RuntimeError as error:  # of CUDA, a kernel's refusal, a lack of memory: the states are as they were
+                with capturing, _without_cast_cache(like.device):
+                    result = self._function(source)
+        except RuntimeError as error:  # of CUDA, a kernel's refusal, a lack of memory: what it works on is as it was
             self.enabled = False
             self.forget()
             say_once(
-                "decoding: the step cannot be captured as a CUDA graph (%s). Every kernel of it is launched from "
+                "decoding: the %s cannot be captured as a CUDA graph (%s). Every kernel of it is launched from "
                 "Python: correct, but several times slower for few rows.",
-                str(error).splitlines()[0],
+                self._what,
+                str(_first(error)).splitlines()[0],
             )
             return
         self._graphs[rows] = (graph, source, result)
-        logger.debug("decoding: captured a step of %d rows in %.2f s", rows, time.perf_counter() - begin)
+        logger.debug("decoding: captured a %s of %d rows in %.2f s", self._what, rows, time.perf_counter() - begin)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: ending a capture that has failed raises once more."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
 
 
 def _without_cast_cache(device: torch.device) -> AbstractContextManager[Any]:

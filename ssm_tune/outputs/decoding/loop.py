@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ssm_tune.mixers.step import same_step
 from ssm_tune.outputs.decoding.choosing import NO_TOKEN
+from ssm_tune.outputs.decoding.graphs import Graphed
 from ssm_tune.outputs.decoding.states import BatchedStates
 
 _PIECE = 65_536  # tokens of all rows together that are read at once: bounds the memory of long prompts
 _SMALLEST = 256  # tokens of a row
+_WORTH_A_GRAPH = 8  # tokens: capturing the choice takes as long as some of them
 _AHEAD = 2  # steps that a GPU is given before it is asked for what the first of them said
 
 
@@ -92,6 +94,8 @@ class Decoder:
         max_new_tokens: int,
     ) -> Iterator[list[int]]:
         cache, logits = read_prompts(model, ids, mask)
+        choose = Graphed(choose, ids.device, "choice of tokens")  # of these rules; the states' graph serves all
+        choose.enabled &= max_new_tokens >= _WORTH_A_GRAPH
         outbox = _Outbox(ids.shape[0], ids.device)
         states = self._take_in(model, cache, ids.shape[1]) if max_new_tokens > 1 else None
         del cache

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 )
 
 from ssm_tune.mixers.step import DecodeStep, can_step
-from ssm_tune.outputs.decoding.graphs import GraphedStep, say_once
+from ssm_tune.outputs.decoding.graphs import Graphed, say_once
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,10 @@ class BatchedStates:
                 layer.lazy_initialization(source.keys, source.values)
                 self._attention.append(layer)
         self._shown = 0
-        self._run: GraphedStep | None = None
+        self._run: Graphed | None = None
         if can_step(model) and not self._attention:
             self._step = DecodeStep(model)
-            self._run = GraphedStep(lambda ids: self._step(ids, self._cache), self._device)
+            self._run = Graphed(lambda ids: self._step(ids, self._cache), self._device)
         elif self._device.type == "cuda":
             reason = "has attention layers, whose caches grow" if self._attention else "is not one that can be captured"
             say_once(
@@ -163,7 +163,9 @@ class BatchedStates:
         if self._run is not None:
             together = self._graph_size(rows) if self._run.enabled else rows
             self._show(together)
-            return self._run(nn.functional.pad(ids, (0, together - rows)))[:rows]
+            if together > rows:
+                ids = nn.functional.pad(ids, (0, together - rows))
+            return self._run(ids)[:rows]
         arguments: dict[str, Any] = {}
         if self._attention:
             lengths = torch.tensor(self._lengths, device=self._device)[:, None] - 1

@@ -204,7 +204,7 @@ def test_a_step_that_cannot_be_captured_is_said_once(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", refuse)
     monkeypatch.setattr(graphs, "_said", set())
     for _ in range(2):
-        step = graphs.GraphedStep(lambda ids: ids + 1, torch.device("cpu"))
+        step = graphs.Graphed(lambda ids: ids + 1, torch.device("cpu"))
         step.enabled = True
         for _ in range(2):
             assert step(torch.tensor([1, 2])).tolist() == [2, 3]
@@ -222,16 +222,32 @@ def test_a_graph_says_what_the_step_says(kind: str, monkeypatch: pytest.MonkeyPa
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: replays.append(1) or replay(self))
     captured = list(decode(model, ids, mask, greedy(ids), 40))
-    assert len(replays) == 38  # all but the first token, which the prompt gives, and the first step
-    monkeypatch.setattr(graphs.GraphedStep, "_capture", lambda self, rows: None)
+    assert len(replays) == 38 + 39  # all but the first token, which the prompt gives, and the first step; all choices
+    monkeypatch.setattr(graphs.Graphed, "_capture", lambda self, rows, like: None)
     assert captured == list(decode(model, ids, mask, greedy(ids), 40))
-    assert len(replays) == 38
+    assert len(replays) == 38 + 39
+
+
+@pytest.mark.gpu
+def test_a_seed_says_the_same_with_and_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(tiny_model("mamba")).cuda()
+    ids, mask = (part.cuda() for part in padded([torch.randint(6, 260, (length,)) for length in (20, 3, 9)]))
+    rules = {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2}
+
+    def sampled(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return list(decode(model, ids, mask, Choice(ids, mask, 300, **rules), 40))
+
+    first = sampled(1)
+    assert sampled(1) == first != sampled(2)
+    monkeypatch.setattr(graphs.Graphed, "_capture", lambda self, rows, like: None)
+    assert sampled(1) == first
 
 
 @pytest.mark.gpu
 def test_a_step_that_asks_the_host_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(graphs, "_said", set())
-    step = graphs.GraphedStep(lambda ids: ids * int(ids.sum()), torch.device("cuda"))
+    step = graphs.Graphed(lambda ids: ids * int(ids.sum()), torch.device("cuda"))
     for _ in range(3):
         assert step(torch.tensor([1, 2]).cuda()).tolist() == [3, 6]
     assert caplog.text.count("cannot be captured") == 1
