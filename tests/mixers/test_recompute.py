@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ssm_tune.families import family_of
 from ssm_tune.kernels import backends, recompute
@@ -46,6 +47,8 @@ def make_model(kind: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def path_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for kind in KINDS:  # imported before the stand-ins are there, which stock would be bound to from then on
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny_config(kind))]
     for name, module in stand_ins.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     devices = {("cuda",): ("cpu",), ("cpu",): ("none",)}
