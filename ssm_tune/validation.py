@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ssm_tune.recipe import Recipe, RecipeError
+from ssm_tune.recipe import DataSection, Recipe, RecipeError
 
 
 def check_recipe(recipe: Recipe, task: str | None = None) -> list[str]:
@@ -56,8 +57,19 @@ def _check_data(recipe: Recipe, task: str) -> list[str]:
         folder = Path(recipe.data.prepared)
         if (folder / INDEX).is_file():
             return [f"{folder}: {len(TokenShards(folder).parts)} parts of tokens, of the right size"]
-        return [*check_sources(recipe.data, "pretrain"), f"{folder}: not there yet; ssm-tune prepare makes it"]
+        return [*_check_stream(recipe.data), f"{folder}: not there yet; ssm-tune prepare makes it"]
+    if recipe.data.streaming:
+        return _check_stream(recipe.data)
     return check_sources(recipe.data, task)
+
+
+def _check_stream(section: DataSection) -> list[str]:
+    """The first documents of what is streamed from here, and everything that is evaluated."""
+    from ssm_tune.data import check_sources
+    from ssm_tune.data.stream_data import check_stream_sources
+
+    held = dataclasses.replace(section, train=section.eval or [], eval=None)
+    return [*check_stream_sources(section), *(check_sources(held, "pretrain") if held.train else [])]
 
 
 def _check_template(recipe: Recipe) -> list[str]:

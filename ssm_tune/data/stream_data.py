@@ -151,6 +151,24 @@ def _open(entry: DataSource, where: str) -> DocumentSource:
     return HubSource(entry.path, entry.split, columns, where)
 
 
+def check_stream_sources(section: DataSection) -> list[str]:
+    """What `ssm-tune validate` says of data.train: the first documents of everything that is here, without network.
+
+    Raises RecipeError with the mistakes of all entries.
+    """
+    local = [entry for entry in section.train if is_here(entry)]
+    notes = [
+        f"{entry.path} {entry.split}: on the Hub, not looked into" for entry in section.train if entry not in local
+    ]
+    return [*(line for source in open_stream(local, "data.train") for line in source.describe()), *notes]
+
+
+def is_here(entry: DataSource) -> bool:
+    """Whether an entry is a file, a folder or built in; else it is the name of a data set on the Hub."""
+    built_in = entry.path in (*demo.NAMES, package_docs.TEXT)
+    return built_in or is_a_path(entry.path) or Path(entry.path).expanduser().exists()
+
+
 def _held_out_documents(section: DataSection, sources: Sequence[DocumentSource]) -> Iterator[Document]:
     if section.eval_fraction:
         for source in sources:
@@ -167,8 +185,7 @@ def _held_out_documents(section: DataSection, sources: Sequence[DocumentSource])
 
 def _evaluated(entry: DataSource, where: str) -> Iterator[Document]:
     """All rows of an entry of data.eval; of the Hub only what its split says is fetched."""
-    path = Path(entry.path).expanduser()
-    if path.exists() or is_a_path(entry.path) or entry.path in (*demo.NAMES, package_docs.TEXT):
+    if is_here(entry):
         for source, example in read_examples(open_sources([entry], where), "pretrain"):
             yield Document(example.text, source.place(source.numbers[-1]))
         return

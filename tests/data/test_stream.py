@@ -18,7 +18,7 @@ from ssm_tune.data.blocks import StreamPlan
 from ssm_tune.data.documents import VIRTUAL_SHARDS, DocumentSource, FileSource, RowSource
 from ssm_tune.data.hub_stream import HubSource
 from ssm_tune.data.stream import TokenStream, read_state, write_state
-from ssm_tune.data.stream_data import bounded_part, is_streamed, prepare_stream, stream_texts
+from ssm_tune.data.stream_data import bounded_part, check_stream_sources, is_streamed, prepare_stream, stream_texts
 from ssm_tune.recipe import DataSection, DataSource, RecipeError
 
 
@@ -49,6 +49,7 @@ def source_of(kind: str, folder: Path, count: int = 200) -> DocumentSource:
     return HubSource(str(folder))
 
 
+HUB_NOTE = "owner/name train: on the Hub, not looked into"
 KINDS = ["jsonl", "parquet", "csv", "memory", "hub, files", "hub, row groups", "hub, one file"]
 
 
@@ -230,6 +231,11 @@ def test_a_folder_of_compressed_files_is_read_as_the_hub_is(tmp_path: Path) -> N
     section = DataSection(train=[DataSource(str(tmp_path / "rows"))], streaming=True)
     data = prepare_stream(section, TOKENIZER, max_length=LENGTH, packing=True, seed=0, max_steps=5)
     assert data.stream is not None and sorted(first_epoch(data.stream)) == sorted(texts(200))
+    section.train.append(DataSource("owner/name", weight=1))
+    assert check_stream_sources(section) == [f"{tmp_path / 'rows'} train: streamed", HUB_NOTE]
+    section.train.append(DataSource(str(write_lines(tmp_path / "bad.jsonl", [""]))))
+    with pytest.raises(RecipeError, match=r"bad\.jsonl: there is no usable row"):
+        check_stream_sources(section)
 
 
 def test_the_report_says_held_out_of_what_is(tmp_path: Path) -> None:
