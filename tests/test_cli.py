@@ -59,7 +59,7 @@ def test_importing_and_help_import_nothing_heavy() -> None:
     assert "sft" in result.stdout and "exit codes" in result.stdout
 
 
-COMMANDS = "sft pretrain validate recipes generate merge eval push serve chat convert"
+COMMANDS = "sft pretrain prepare validate recipes generate merge eval push serve chat convert"
 
 
 @pytest.mark.parametrize("command", COMMANDS.split())
