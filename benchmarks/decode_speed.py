@@ -249,6 +249,31 @@ def _measure_apart(shape: str, contestant: str) -> Iterator[Line]:
         yield Line(shape, contestant, 0, 0, failure=f"the process ended with {done.returncode}")
 
 
+@contextlib.contextmanager
+def untuned_prefill() -> Iterator[None]:
+    """Inside, Triton times no block sizes, which only prompts are read with: that takes a minute for Mamba-2.
+
+    Kernels that have nothing but their number of warps to choose (mamba_ssm's norms, in every step) are tuned as ever.
+    """
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:
+        yield
+        return
+    from ssm_tune.kernels.tuning import without_tuning
+
+    tuned = Autotuner.prune_configs
+    with without_tuning():
+        untuned = Autotuner.prune_configs
+
+        def prune_configs(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            found = tuned(self, *arguments, **keywords)
+            return untuned(self, *arguments, **keywords) if any(one.kwargs for one in found) else found
+
+        Autotuner.prune_configs = prune_configs
+        yield
+
+
 def as_row(line: Line) -> str:
     name = f"| {line.shape} | {line.contestant} | {line.batch or ''} | {line.context or ''} |"
     if line.failure:
@@ -311,11 +336,7 @@ def main() -> None:
         for line in measure(shape, contestant, options):
             print(json.dumps(asdict(line)), flush=True)
         return
-    tuning: Any = contextlib.nullcontext()
-    if options.quick:
-        from ssm_tune.kernels.tuning import without_tuning
-
-        tuning = without_tuning()
+    tuning = untuned_prefill() if options.quick else contextlib.nullcontext()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{device}, PyTorch {torch.__version__}, {options.tokens} tokens timed\n")
     print("| shape | what | batch | context | first token, ms | ms/token | tokens/s | GiB beside the weights |")
