@@ -72,11 +72,7 @@ class Graphed:
                 source = torch.zeros_like(like)
                 if self._memory is None:
                     self._memory = torch.cuda.graph_pool_handle()
-                graph = torch.cuda.CUDAGraph()
-                # Other threads (a server's) may go on with the GPU meanwhile.
-                capturing = torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local")
-                with capturing, _without_cast_cache(like.device):
-                    result = self._function(source)
+                graph, result = self._record(source)
         except RuntimeError as error:  # of CUDA, a kernel's refusal, a lack of memory: what it works on is as it was
             self.enabled = False
             self.forget()
@@ -89,6 +85,20 @@ class Graphed:
             return
         self._graphs[rows] = (graph, source, result)
         logger.debug("decoding: captured a %s of %d rows in %.2f s", self._what, rows, time.perf_counter() - begin)
+
+    def _record(self, source: Tensor) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """As torch.cuda.graph, which gives all unused memory back first: the next prompt would ask for it again."""
+        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream), _without_cast_cache(source.device):
+            # Other threads (a server's) may go on with the GPU meanwhile.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                result = self._function(source)
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
+        return graph, result
 
 
 def _first(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from ssm_tune.outputs.decoding.states import BatchedStates
 
 _PIECE = 65_536  # tokens of all rows together that are read at once: bounds the memory of long prompts
 _SMALLEST = 256  # tokens of a row
-_WORTH_A_GRAPH = 8  # tokens: capturing the choice takes as long as some of them
+_WORTH_A_GRAPH = 16  # tokens: capturing the choice takes as long as some of them
 _AHEAD = 2  # steps that a GPU is given before it is asked for what the first of them said
 
 
