@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 from ssm_tune import kernels
 from ssm_tune.mixers.language_model import CausalLM
+from ssm_tune.mixers.mamba import NormedMambaMixer
 from ssm_tune.mixers.projections import project
 
 # The values that a mixer computes from its weights at every call.
 _COMPUTED = "_recurrence"
+_NORMS = "_normalise"
 # What of PEFT's layers decides what they compute, beside their weights.
 _OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
@@ -71,6 +74,7 @@ class DecodeStep:
     def __init__(self, model: nn.Module) -> None:
         self._model = next(module for module in model.modules() if isinstance(module, CausalLM))
         self._mixers = [block.mixer for block in self._model.backbone.layers]
+        self._ones: dict[int, Tensor] = {}
         with torch.no_grad():
             self._fixed = [tuple(values.detach().clone() for values in mixer._recurrence()) for mixer in self._mixers]
 
@@ -97,11 +101,24 @@ class DecodeStep:
 
     @contextmanager
     def _fixed_values(self) -> Iterator[None]:
-        """Inside, the mixers find the values that were computed once."""
+        """Inside, the mixers find the values that were computed once, and norms of one kernel each."""
         for mixer, values in zip(self._mixers, self._fixed, strict=True):
             vars(mixer)[_COMPUTED] = lambda values=values: values
+            if isinstance(mixer, NormedMambaMixer):
+                vars(mixer)[_NORMS] = partial(self._normalise, mixer.rms_eps)
         try:
             yield
         finally:
             for mixer in self._mixers:
                 del vars(mixer)[_COMPUTED]
+                vars(mixer).pop(_NORMS, None)
+
+    def _normalise(self, eps: float, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Falcon-Mamba's norms of dt, B and C, which have no weights."""
+        normed = []
+        for part in parts:
+            dim = part.shape[-1]
+            if dim not in self._ones:
+                self._ones[dim] = torch.ones(dim, device=part.device)
+            normed.append(kernels.rms_norm(part, self._ones[dim], eps))
+        return tuple(normed)

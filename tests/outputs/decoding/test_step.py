@@ -151,3 +151,9 @@ def test_adapters_on_packed_weights_step_too(kind: str, tmp_path: Path) -> None:
     ids = torch.randint(6, 260, (2, 12))
     assert can_step(model)
     assert difference(decoded(model, ids, 5), whole(model, ids, 5)) < 0.03
+
+
+def test_falcon_mambas_norms_have_their_own_epsilon() -> None:
+    model = adapted("falcon_mamba", mixer_rms_eps=0.3, layer_norm_epsilon=0.1)
+    ids = torch.randint(6, 260, (2, 16))
+    assert difference(decoded(model, ids, 5), whole(model, ids, 5)) < 1e-5
