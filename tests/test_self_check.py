@@ -31,6 +31,36 @@ def test_a_leak_is_found():
     assert check_model(model, nullcontext, isolate=False)
 
 
+def round_by_length(model):
+    """Logits that are rounded coarsely, and in rows of another length otherwise."""
+    head = model.lm_head
+    inner = type(head).forward
+
+    def forward(x):
+        y = inner(head, x)
+        generator = torch.Generator().manual_seed(x.shape[1])
+        return y + 0.02 * y.std() * torch.randn(y.shape, generator=generator)
+
+    head.forward = forward
+
+
+def test_what_the_first_document_differs_by_is_rounding():
+    model = patch_model(tiny_model("mamba2"))
+    round_by_length(model)
+    found = check_model(model, nullcontext, isolate=True)
+    assert 0.015 < found["packed against alone"] < 0.05
+
+
+def test_a_leak_is_found_behind_coarse_rounding():
+    model = patch_model(tiny_model("mamba2"))
+    round_by_length(model)
+    mixer = model.backbone.layers[0].mixer
+    inner = type(mixer).forward
+    mixer.forward = lambda *args, seq_idx=None, **kwargs: inner(mixer, *args, **kwargs)
+    with pytest.raises(RecipeError, match="packed against alone"):
+        check_model(model, nullcontext, isolate=True)
+
+
 def test_another_function_in_training_is_found():
     model = patch_model(tiny_model("falcon_mamba"))
     norm = model.backbone.layers[0].norm

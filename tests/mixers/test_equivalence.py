@@ -62,6 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = 1e-5
+# Of a gradient that is a sum over all tokens (D's, a bias's): on a GPU in another order than on the CPU.
+IN_ANOTHER_ORDER = {"cpu": 1e-5, "cuda": 4e-5}
 TOKENS = sum(length - 1 for length in LENGTHS)
 
 
@@ -183,7 +185,7 @@ def test_switches_of_the_config(variant: str, device: str) -> None:
         loss, got = gradients(model, [layout], TOKENS)
         assert loss == pytest.approx(wanted_loss, rel=TOLERANCE), name
         error, parameter = worst_gradient(got, wanted)
-        assert error < TOLERANCE, f"{name}: {parameter}"
+        assert error < IN_ANOTHER_ORDER[device], f"{name}: {parameter}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
