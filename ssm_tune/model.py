@@ -18,7 +18,7 @@ from ssm_tune.families import Family, family_of
 from ssm_tune.layouts import Checkpoint, StoredTensor, open_checkpoint
 from ssm_tune.precision import check_trainable, kept_in_float32, read_dtype, set_trainable
 from ssm_tune.quantization import is_quantized, parameter_size, quantization_config, refuse_packed
-from ssm_tune.recipe import RecipeError
+from ssm_tune.recipe import RESOLVED, RecipeError, read_model_section
 from ssm_tune.run_folder import locate_base
 from ssm_tune.weight_checks import check_weights, read_strictly
 
@@ -38,8 +38,8 @@ def load_model(
     *,
     revision: str | None = None,
     dtype: str | torch.dtype | None = None,
-    load_in_4bit: bool = False,
-    load_in_8bit: bool = False,
+    load_in_4bit: bool | None = None,
+    load_in_8bit: bool | None = None,
     attn_implementation: str | None = None,
     trainable: str = "adapter",
     device: str | torch.device | None = None,
@@ -53,7 +53,8 @@ def load_model(
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto", the checkpoint's own. None: bfloat16 where
             there is a GPU, else float32. The parameters of the recurrence (A_log, D, step bias) are read in full
             precision and stay float32 whatever this is.
-        load_in_4bit, load_in_8bit: bitsandbytes weights under an adapter.
+        load_in_4bit, load_in_8bit: bitsandbytes weights under an adapter. None: as a run folder's adapter was trained
+            with, for on other weights it says something else; otherwise False.
         attn_implementation: of a hybrid's attention layers, as transformers has it.
         trainable: "adapter" (weights in `dtype`, to be frozen under an adapter), "full" (every weight a float32
             master; `dtype` is then what the trainer computes in) or "none" (frozen).
@@ -66,11 +67,14 @@ def load_model(
     check_trainable(trainable)
     adapter = _adapter_base(str(name))
     if adapter is not None:
+        if load_in_4bit is None and load_in_8bit is None:
+            load_in_4bit, load_in_8bit = _trained_in(Path(name).expanduser())
         keys = {"dtype": dtype, "load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit, "device": device}
         return _load_adapted(Path(name), adapter, trainable, attn_implementation=attn_implementation, **keys)
 
     from ssm_tune.mixers import patch_model
 
+    load_in_4bit, load_in_8bit = bool(load_in_4bit), bool(load_in_8bit)
     checkpoint = open_checkpoint(str(name), revision)
     family = family_of(checkpoint.config.model_type)
     place = torch.device(device) if device is not None else _default_device(load_in_4bit or load_in_8bit)
@@ -155,6 +159,13 @@ def _adapter_base(name: str) -> tuple[str, str | None] | None:
     if not base:
         raise RecipeError(f"{path} does not say which base model the adapter is for (base_model_name_or_path).")
     return locate_base(folder, base), config.get("revision")
+
+
+def _trained_in(folder: Path) -> tuple[bool, bool]:
+    """Whether a run's adapter, or that of one of its checkpoints, was trained on weights in 4 bits, and in 8."""
+    run = folder if (folder / RESOLVED).is_file() else folder.resolve().parent.parent
+    section = read_model_section(run)
+    return section.load_in_4bit, section.load_in_8bit
 
 
 def _default_device(quantized: bool) -> torch.device:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ssm_tune.recipe_checks import Rule, check_keys, check_section, check_training, rules_of, show
 from ssm_tune.recipe_combinations import check_combinations
 from ssm_tune.recipe_paths import locate, resolve_paths
@@ -25,6 +27,8 @@ from ssm_tune.recipe_text import (
     resolve_interpolations,
 )
 from ssm_tune.training_fields import training_fields
+
+RESOLVED = "recipe.resolved.yaml"  # in a run folder: the recipe with every default filled in
 
 
 class RecipeError(ValueError):
@@ -217,11 +221,14 @@ SECTIONS = {
 }
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> Recipe:
+def load_recipe(
+    name_or_path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True, complete: bool = True
+) -> Recipe:
     """Read a recipe file, or a shipped one by name, with overrides such as "training.learning_rate=5e-5".
 
     Paths in it become absolute where the file exists: beside the recipe or in the package; an override's from the
-    working directory. check_files False: a data file that has gone since is no mistake.
+    working directory. check_files False: a data file that has gone since is no mistake. complete False: model and data
+    may be missing, as in a run of objects that were given in Python.
 
     Raises:
         RecipeError: every mistake in the text and the overrides, at once.
@@ -233,7 +240,22 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, chec
     values = read_yaml(text, mistakes)
     if mistakes.found and not values:
         raise RecipeError(mistakes.found)
-    return _build(values, overrides, mistakes, source=source, text=text, complete=True, check_files=check_files)
+    return _build(values, overrides, mistakes, source=source, text=text, complete=complete, check_files=check_files)
+
+
+def read_model_section(folder: Path) -> ModelSection:
+    """How a run's recipe loaded its model. A folder without a recipe (an adapter from elsewhere) has the defaults.
+
+    Only this section is read: the data that the run was trained on need not be here any more.
+    Raises RecipeError if the file is damaged.
+    """
+    file = folder / RESOLVED
+    if not file.exists():
+        return ModelSection()
+    try:
+        return ModelSection(**yaml.safe_load(file.read_text(encoding="utf-8"))["model"])
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+        raise RecipeError(f"{file} is damaged: {error}") from error
 
 
 def recipe_from_dict(

@@ -31,7 +31,7 @@ from ssm_tune.mixers.layer_graphs import layer_graphs
 from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
 from ssm_tune.outputs.run import Run
 from ssm_tune.peers import join
-from ssm_tune.recipe import Recipe, RecipeError
+from ssm_tune.recipe import RESOLVED, Recipe, RecipeError
 from ssm_tune.run_folder import KEPT_BASE, RUNNING, RunFolder, Stopped
 from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
@@ -361,7 +361,7 @@ def _build_trainer(
 def _write_recipe(job: Job, folder: RunFolder) -> None:
     resolved = job.recipe.to_yaml()
     folder.write_text("recipe.yaml", job.recipe.text or resolved)
-    folder.write_text("recipe.resolved.yaml", resolved)
+    folder.write_text(RESOLVED, resolved)
     folder.write_state(RUNNING, task=job.task, model=job.recipe.model.name)
 
 

@@ -23,7 +23,7 @@ from ssm_tune.families import family_of
 from ssm_tune.kernels import set_kernel_order
 from ssm_tune.kernels.backends import OPERATIONS, KernelTrial, try_kernels
 from ssm_tune.kernels.packages import without_downloads
-from ssm_tune.recipe import KernelsSection, ModelSection, RecipeError, load_recipe
+from ssm_tune.recipe import RESOLVED, KernelsSection, ModelSection, RecipeError, load_recipe
 from ssm_tune.shipped import shipped_names
 
 _BUILD = "pip install --no-build-isolation 'mamba-ssm>=2.3,<3' 'causal-conv1d>=1.6,<2'"
@@ -145,9 +145,9 @@ def _read_model(name: str) -> _Asked:
     if not folder.is_dir() and (folder.suffix in (".yaml", ".yml") or name in shipped_names("recipes")):
         recipe = load_recipe(name, check_files=False)
         return _Asked(name, _config_of(recipe.model, recipe.tokenizer.vocab_size), recipe.model, recipe.kernels)
-    resolved = folder / "recipe.resolved.yaml"
+    resolved = folder / RESOLVED
     if resolved.is_file():
-        recipe = load_recipe(resolved, check_files=False)
+        recipe = load_recipe(resolved, check_files=False, complete=False)
         return _Asked(name, _config_of_run(folder, recipe), recipe.model, recipe.kernels)
     section = ModelSection(name=name)
     return _Asked(name, _config_of(section, None), section, KernelsSection())

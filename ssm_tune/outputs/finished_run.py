@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ssm_tune.adapter import CONFIG_FILE, read_adapter_config
-from ssm_tune.recipe import ModelSection, RecipeError
+from ssm_tune.recipe import ModelSection, RecipeError, read_model_section
 from ssm_tune.run_folder import COMPLETE, RUNNING, RunFolder, locate_base
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def open_finished_run(folder: str | Path, *, only_runs: bool = False) -> Finishe
     adapter = read_adapter_config(folder) if (folder / CONFIG_FILE).exists() else None
     if adapter is None and not (folder / "config.json").exists():
         raise RecipeError(f"{folder} holds neither an adapter ({CONFIG_FILE}) nor a model (config.json).")
-    return FinishedRun(folder=folder, state=state, adapter=adapter, model=_read_model_section(folder))
+    return FinishedRun(folder=folder, state=state, adapter=adapter, model=read_model_section(folder))
 
 
 def _explain_unfinished(run: RunFolder, state: dict[str, Any]) -> str:
@@ -82,21 +80,6 @@ def _explain_unfinished(run: RunFolder, state: dict[str, Any]) -> str:
     where = f" from {found[-1].name}" if found else ""
     usable = f" To use the weights as they were then, name the folder {found[-1]}." if found else ""
     return f"{run.path}: the run {how} before its end. Resume it{where}: the same command with --resume.{usable}"
-
-
-def _read_model_section(folder: Path) -> ModelSection:
-    """How the recipe loaded its model. A folder without a recipe (an adapter from elsewhere) has the defaults.
-
-    Only this section is read: the data that the run was trained on need not be here any more.
-    """
-    file = folder / "recipe.resolved.yaml"
-    if not file.exists():
-        return ModelSection()
-    try:
-        section = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
-        return ModelSection(**section)
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise RecipeError(f"{file} is damaged: {error}") from error
 
 
 def read_metrics(finished: FinishedRun) -> dict[str, Any]:
