@@ -83,11 +83,14 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
         tensors["state"] = normal(batch, dim, state)
         return {name: tensors[name] for name in ("x", "dt", "A", "B", "C", "state", "D", "z", "dt_bias")}, {}, wide
     if operation in ("ssd_scan", "ssd_step"):
-        tokens = (batch, length) if operation == "ssd_scan" else (batch,)
-        tensors = {"x": normal(*tokens, heads, 64), "dt": normal(*tokens, heads), "A": -normal(heads).exp()}
-        tensors |= {name: normal(*tokens, groups, 64) for name in ("B", "C")}
+        tokens, head_dim, state = (batch,), 64, 64
+        if operation == "ssd_scan":  # of ssd_block's sizes below, so that Triton compiles the kernels of both once
+            tokens = (batch, length)
+            heads, head_dim, groups, state = 8, 16, 2, 32
+        tensors = {"x": normal(*tokens, heads, head_dim), "dt": normal(*tokens, heads), "A": -normal(heads).exp()}
+        tensors |= {name: normal(*tokens, groups, state) for name in ("B", "C")}
         if operation == "ssd_step":
-            tensors["state"] = normal(batch, heads, 64, 64)
+            tensors["state"] = normal(batch, heads, head_dim, state)
         tensors |= {"D": normal(heads), "dt_bias": normal(heads)}
         return tensors, packed if operation == "ssd_scan" else {}, wide
     if operation == "ssd_block":
