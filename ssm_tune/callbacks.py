@@ -62,6 +62,9 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.received: int | None = None
         self.training = False
+        self.closing = (
+            False  # the run has failed, and is being put in order: a launcher's signal does not break that off
+        )
         self.steps = 0  # that ended in this process
         self._previous: dict[int, Any] = {}
         self._noted = 0.0  # clock
@@ -82,7 +85,7 @@ class StopOnSignal(TrainerCallback):
         echo = current() is not None and time.monotonic() - self._noted < _ECHO
         again = self.received is not None and not echo
         self.received, self._noted = number, time.monotonic()
-        if again or not self.training:
+        if not self.closing and (again or not self.training):
             raise KeyboardInterrupt
 
     @property

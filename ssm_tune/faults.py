@@ -43,6 +43,7 @@ def told(
     try:
         yield
     except BaseException as error:
+        signals.closing = True
         meant = error if peers is None else peers.explain(error)
         if meant is error:
             meant = _translate(error, folder, signals)
