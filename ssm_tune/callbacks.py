@@ -62,9 +62,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.received: int | None = None
         self.training = False
-        self.closing = (
-            False  # the run has failed, and is being put in order: a launcher's signal does not break that off
-        )
+        self.closing = False  # a failed run is being put in order: no signal breaks that off
         self.steps = 0  # that ended in this process
         self._previous: dict[int, Any] = {}
         self._noted = 0.0  # clock
