@@ -87,7 +87,7 @@ class TokenStream:
         self.start: int = state["row"] if state is not None else 0  # the first row of all processes together
         self.history: deque[tuple[int, dict[int, tuple[int, dict[str, Any]]]]] = deque(maxlen=accumulation + _HISTORY)
         self.history.append((0, self._positions()))
-        self.batches = 0  # given out in this session
+        self.batches = 0  # given out by this process
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Raises RecipeError for a row that cannot be read, naming it."""
@@ -114,7 +114,7 @@ class TokenStream:
         return {shard: (rows.first, rows.state) for shard, rows in self.shards.items()}
 
     def state_at(self, batches: int) -> dict[str, Any]:
-        """What a run needs to go on after so many batches of this session, which is one of the last ones given out."""
+        """What a run needs to go on after so many batches of this process, which is one of the last ones given out."""
         found = dict(self.history)
         if batches not in found:
             raise ValueError(f"the position after batch {batches} is not kept; kept are {sorted(found)}")
