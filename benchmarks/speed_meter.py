@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from speed_profile import StepProfile
 from torch import nn
 from transformers import TrainerCallback
 
@@ -16,18 +17,20 @@ class Meter:
     """Told where steps begin and end; times some after the first few, then looks at memory in one more.
 
     Memory is taken in a step of its own, in which every gradient that is finished ends a stretch: what was allocated
-    at most in a stretch, less the gradients that were there, less what stays between steps, is activations.
+    at most in a stretch, less the gradients that were there, less what stays between steps, is activations. A profile,
+    if one is wanted, is taken after all that.
     """
 
-    def __init__(self, seconds: float, warm: int = 3, most: int = 20) -> None:
+    def __init__(self, seconds: float, warm: int = 3, most: int = 20, step_profile: StepProfile | None = None) -> None:
         self.seconds, self.warm, self.most = seconds, warm, most
+        self.step_profile = step_profile
         self.on_gpu = torch.cuda.is_available()
         self.begin = time.perf_counter()
         self.first_step = self.timed = 0.0
         self.steps = self.timed_steps = 0
         self.wanted: int | None = None
         self.peak = self.activations = 0
-        self.watching = False
+        self.watching = self.watched = False
         self._handles: list[Any] = []
         self._clock = 0.0
 
@@ -39,7 +42,8 @@ class Meter:
     def step_begins(self, model: nn.Module) -> None:
         if self.steps == 0:
             self._clock = self._now()
-        if self.wanted is not None and self.timed_steps >= self.wanted and self.on_gpu:
+        timed = self.wanted is not None and self.timed_steps >= self.wanted
+        if timed and self.on_gpu and not self.watched:
             self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
@@ -69,11 +73,14 @@ class Meter:
     def step_ended(self) -> bool:
         """Whether everything is measured."""
         self.steps += 1
+        if self.step_profile is not None and self.step_profile.running:
+            return self.step_profile.step_ended()
         if self.watching:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             for handle in self._handles:
                 handle.remove()
-            return True
+            self.watching, self.watched = False, True
+            return self._measured()
         if self.steps == 1:
             self.first_step = self._now() - self._clock
         if self.steps == self.warm - 1:
@@ -86,8 +93,15 @@ class Meter:
             self.timed_steps += 1
             if self.timed_steps == self.wanted:
                 self.timed = (self._now() - self._clock) / self.wanted
-                return not self.on_gpu
+                return not self.on_gpu and self._measured()
         return False
+
+    def _measured(self) -> bool:
+        """Begins the profile; whether there is none to wait for."""
+        if self.step_profile is None:
+            return True
+        self.step_profile.begin()
+        return not self.step_profile.running
 
 
 class MeterCallback(TrainerCallback):

@@ -3,6 +3,7 @@
     python benchmarks/train_speed.py                              # every row; half an hour, much of it Triton's tuning
     python benchmarks/train_speed.py --rows mamba-1.4b-full mamba-1.4b-lora --results speed.json
     python benchmarks/train_speed.py --table speed.json           # the table of what was measured
+    python benchmarks/train_speed.py --profile --rows mamba-130m-full  # and where a step's time on the GPU goes
     python benchmarks/train_speed.py --tiny --device cpu          # tries the script itself
 
 Variants of a row, all in one run:
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from speed_meter import GIB, Meter, MeterCallback
+from speed_profile import StepProfile, profile_text
 from speed_rows import (
     MODELS,
     ROWS,
@@ -208,7 +210,8 @@ def measure(row: Row, variant: str, packed: Packed, arguments: argparse.Namespac
         "ours": lambda meter: train_ours(row, packed, meter, arguments),
         "ours, graphs": lambda meter: train_ours(row, packed, meter, arguments, graphs=True),
     }
-    meter = Meter(arguments.seconds, most=2 if arguments.tiny else 20)
+    step_profile = StepProfile(arguments.device == "cuda") if arguments.profile else None
+    meter = Meter(arguments.seconds, most=2 if arguments.tiny else 20, step_profile=step_profile)
     found: dict[str, Any] = {"row": row.name, "variant": variant, "when": time.strftime("%Y-%m-%d %H:%M")}
     try:
         model = trainers[variant](meter)
@@ -220,6 +223,7 @@ def measure(row: Row, variant: str, packed: Packed, arguments: argparse.Namespac
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     peak = next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
     rate = counted_tokens(row, packed, variant) / meter.timed
+    profiled = {} if step_profile is None else {"profile": step_profile.found}
     return found | {
         "device": name,
         "torch": torch.__version__,
@@ -230,6 +234,7 @@ def measure(row: Row, variant: str, packed: Packed, arguments: argparse.Namespac
         "activations_gib": meter.activations / GIB,
         "first_step_seconds": meter.first_step,
         "steps": meter.timed_steps,
+        **profiled,
     }
 
 
@@ -302,6 +307,12 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="EleutherAI/gpt-neox-20b", help="for GSM8K")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small models and rows, to try the script itself")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="then two steps under torch's profiler, of which the second is shown by kernels; it stays attached, so "
+        "for times to quote leave it out",
+    )
     arguments = parser.parse_args()
     if arguments.table is not None:
         print(table(json.loads(arguments.table.read_text(encoding="utf-8"))))
@@ -324,6 +335,8 @@ def main() -> None:
                 results = append(arguments.results, entry)
                 shown = entry.get("problem") or f"{entry['ms']:.1f} ms, first step {entry['first_step_seconds']:.1f} s"
                 print(f"{name}, {variant}: {shown}; {time.perf_counter() - begin:.0f} s in all", flush=True)
+            if "profile" in entry:
+                print(profile_text(entry["profile"], entry["ms"]), flush=True)
     print(table(results))
 
 

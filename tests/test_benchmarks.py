@@ -44,11 +44,71 @@ def test_the_table_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such thing" in lines[-2]
 
 
+def test_the_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlap counts once in what is busy, and names fall into their groups."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from speed_profile import Kernel, group_of, profile_text, summary
+
+    kernels = [
+        Kernel("forward_kernel", 0.0, 1000.0),
+        Kernel("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", 500.0, 2000.0),
+        Kernel("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", 600.0, 900.0),
+        Kernel("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl>" + "x" * 80, 3000.0, 3500.0),
+    ]
+    found = summary(kernels, launch_calls=3, wall_ms=5.0)
+    assert (found["busy_ms"], found["kernels"], found["launch_calls"]) == (2.5, 4, 3)
+    assert [(entry["name"], entry["count"], entry["ms"]) for entry in found["groups"]] == [
+        ("matrix products", 2, 1.8),
+        ("selective scan", 1, 1.0),
+        ("other elementwise", 1, 0.5),
+    ]
+    assert len(found["longest"][-1]["name"]) == 80
+    assert "GPU busy 2.5 ms of a step of 4.0 ms" in profile_text(found, timed_ms=4.0)
+    for name, group in {
+        "void selective_scan_bwd_kernel<Selective_Scan_bwd_kernel_traits<128> >": "selective scan",
+        "reverse_ends_kernel": "selective scan",
+        "_chunk_scan_chunk_state_bwd_dx_kernel": "SSD",
+        "_state_passing_fwd_kernel": "SSD",
+        "_bmm_chunk_bwd_kernel": "SSD",
+        "void causal_conv1d_channellast_fwd_kernel<Causal_conv1d_channellast_fwd_kernel_traits<128> >": "convolution",
+        "conv_slope_kernel": "convolution",
+        "_layer_norm_bwd_kernel": "norms",
+        "_add_norm": "norms",
+        "void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor>": "optimizer and clipping",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>": "matrix products",
+        "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>": "attention",
+        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>": "copies and casts",
+        "Memcpy DtoD (Device -> Device)": "copies and casts",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>": "reductions",
+        "void (anonymous namespace)::cunn_SoftMaxForward<4, float, float>": "softmax and loss",
+        "void at::native::indexSelectLargeIndex<float>": "rest",
+    }.items():
+        assert group_of(name) == group, name
+
+
+def test_a_profiler_that_fails_costs_no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("DISABLE_CUPTI_LAZY_REINIT", "1")
+    monkeypatch.setenv("TEARDOWN_CUPTI", "0")
+    import speed_profile
+    from speed_meter import Meter
+
+    def no_profiler(**settings: object) -> None:
+        raise RuntimeError("CUPTI is taken")
+
+    monkeypatch.setattr(speed_profile, "profile", no_profiler)
+    meter = Meter(0.0, warm=2, step_profile=speed_profile.StepProfile(on_gpu=False))
+    meter.on_gpu = False
+    assert [meter.step_ended() for _ in range(4)] == [False, False, False, True]
+    assert meter.timed > 0 and meter.step_profile is not None
+    assert "CUPTI is taken" in speed_profile.profile_text(meter.step_profile.found, meter.timed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_speed_in_small(tmp_path: Path) -> None:
     file, rows = tmp_path / "results.json", ["mamba-130m-full", "codestral-7b-lora", "mamba2-130m-gsm8k"]
-    run("train_speed.py", "--tiny", "--device", "cpu", "--rows", *rows, "--results", str(file))
+    run("train_speed.py", "--tiny", "--device", "cpu", "--profile", "--rows", *rows, "--results", str(file))
     found = {(entry["row"], entry["variant"]): entry for entry in json.loads(file.read_text(encoding="utf-8"))}
     assert set(found) == {
         (row, variant) for row in rows for variant in ("stock", "stock, made right", "ours", "ours, graphs")
@@ -56,6 +116,7 @@ def test_training_speed_in_small(tmp_path: Path) -> None:
     for key, entry in found.items():
         assert "problem" not in entry, (key, entry)
         assert entry["tokens_per_second"] > 0 and entry["steps"] == 2
+        assert entry["profile"]["kernels"] == 0  # on a CPU, but the profiler ran
 
 
 @pytest.mark.slow
