@@ -84,7 +84,8 @@ def run_all(arguments: argparse.Namespace) -> int:
         if results:
             found[family] = json.loads(results[-1].removeprefix("RESULT "))
         whole = bool(results) and "bfloat16" in found[family]
-        print(f"{family}: {'done' if whole else 'FAILED'}, {time.monotonic() - started:.0f} s", flush=True)
+        spent = "; ".join(line for line in output.splitlines() if line.startswith("trials "))
+        print(f"{family}: {'done' if whole else 'FAILED'}, {time.monotonic() - started:.0f} s. {spent}", flush=True)
         if not whole:
             print(output[-3000:], flush=True)
 
@@ -136,7 +137,9 @@ def measure(family: str, device: str) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     wanted = Truth(tiny_model(family, **DIMENSIONS[family]))
     found: dict[str, Any] = {}
-    found["float32"] = wanted.compare(ours(tiny_model(family, **DIMENSIONS[family]), torch.float32).to(device), device)
+    model = ours(tiny_model(family, **DIMENSIONS[family]), torch.float32).to(device)
+    wanted.compile_ahead(model, device)
+    found["float32"] = wanted.compare(model, device)
     found["own"] = wanted.worst_of_own
     report = {choice.operation: choice.backend for choice in kernel_report(device)} if device == "cpu" else {}
     found["where"] = torch.cuda.get_device_name() if device != "cpu" else f"kernels {report.get('ssd_scan')}"
@@ -144,6 +147,7 @@ def measure(family: str, device: str) -> Iterator[dict[str, Any]]:
     stock = tiny_model(family, **DIMENSIONS[family]).to(device=device, dtype=torch.bfloat16)
     noise = found["noise"] = wanted.compare_alone(stock, device)
     low = ours(tiny_model(family, **DIMENSIONS[family]), torch.bfloat16).to(device)
+    wanted.compile_ahead(low, device)
     found["bfloat16"] = {
         check: difference / noise["gradients" if check == "gradients" else "logits"]
         for check, difference in wanted.compare(low, device).items()
@@ -192,16 +196,30 @@ class Truth:
             "gradients": self.rows.worst_gradient(gradients, self.gradients)[0],
         }
 
+    def layouts(self, device: str) -> Iterator[tuple[str, Any]]:
+        for name in ("packed", "left pads", "right pads"):
+            yield name, self.rows.LAYOUTS[name](self.documents).to(device)
+
+    def compile_ahead(self, model: Any, device: str) -> None:
+        """Compile on all cores what `compare` calls; one after the other takes minutes on a GPU's slow host."""
+        from ssm_tune.families import family_of
+        from ssm_tune.kernels import kernel_report
+        from ssm_tune.kernels.compile_ahead import compiling_only
+
+        if device == "cpu":
+            return
+        begin = time.monotonic()
+        kernel_report(device, family_of(model.config.model_type).operations)
+        tried = time.monotonic()
+        with compiling_only():
+            for _, layout in self.layouts(device):
+                self.rows.run(model.train(), layout, self.tokens).loss.backward()
+        print(f"trials {tried - begin:.0f} s, compiling {time.monotonic() - tried:.0f} s", flush=True)
+
     def compare(self, model: Any, device: str) -> dict[str, float]:
         """Of each check, the largest difference."""
         rows, found = self.rows, {}
-        layouts = {
-            "packed": rows.packed,
-            "left pads": rows.LAYOUTS["left pads"],
-            "right pads": rows.LAYOUTS["right pads"],
-        }
-        for name, lay_out in layouts.items():
-            layout = lay_out(self.documents).to(device)
+        for name, layout in self.layouts(device):
             model.eval()
             evaluated = self.cut(layout, rows.run(model, layout).logits)
             model.train()

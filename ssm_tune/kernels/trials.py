@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssm_tune.kernels import mamba3_reference, reference
+from ssm_tune.kernels.compile_ahead import compiling_only, running
 from ssm_tune.kernels.tuning import without_tuning
 
 # Older packages take these arguments and drop them, in silence: each is tried with a value that shows it.
@@ -20,6 +22,8 @@ _DROPPED: dict[str, dict[str, Any]] = {
 }
 # What the step forms, which are not differentiable, update in place.
 _IN_PLACE = {"state", "residual"}
+# Made of so many Triton kernels that compiling them one after the other takes a minute.
+_COMPILED_AHEAD = {"ssd_scan", "ssd_block", "mamba3_scan"}
 # A kernel that is wrong is wrong by far more, and one that is right in bfloat16 or TF32 by less.
 _TOLERANCE = 0.05
 
@@ -40,14 +44,31 @@ def run_trial(operation: str, function: Callable[..., Any], device: torch.device
         WrongResultError: results that differ from the reference. Whatever else `function` raises passes through.
     """
     with ThreadPoolExecutor(1, "ssm-tune-trial") as thread, without_tuning():
-        thread.submit(_compare, operation, function, device).result()
+        if operation in _COMPILED_AHEAD and device.type == "cuda":
+            thread.submit(_compile, operation, function, device).result()
+        with running():
+            thread.submit(_compare, operation, function, device).result()
+
+
+def _compile(operation: str, function: Callable[..., Any], device: torch.device) -> None:
+    """Compile what the trial calls, on all cores; what is wrong shows in the trial itself."""
+    args, kwargs, wide = _arguments(operation)
+    with compiling_only():
+        for more in _variants(operation):
+            with suppress(Exception):
+                _results(function, args, kwargs | more, wide, device, torch.bfloat16)
+
+
+def _variants(operation: str) -> tuple[dict[str, Any], ...]:
+    """What is added to the arguments, a call for each."""
+    return ({}, _DROPPED[operation]) if operation in _DROPPED else ({},)
 
 
 def _compare(operation: str, function: Callable[..., Any], device: torch.device) -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     args, kwargs, wide = _arguments(operation)
     truth = mamba3_reference if operation == "mamba3_scan" else reference
-    for more in ({}, _DROPPED[operation]) if operation in _DROPPED else ({},):
+    for more in _variants(operation):
         settings = kwargs | more
         expected = _results(getattr(truth, operation), args, settings, wide, torch.device("cpu"), torch.float32)
         found = _results(function, args, settings, wide, device, dtype)
