@@ -8,7 +8,7 @@ Works on tensors alone: knows nothing of recipes, families or models. Accumulate
 from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, set_kernel_order
 from ssm_tune.kernels.conv import causal_conv1d, causal_conv1d_step
 from ssm_tune.kernels.mamba3 import mamba3_scan, mamba3_step
-from ssm_tune.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from ssm_tune.kernels.norm import add_rms_norm, gated_rms_norm, residual_rms_norm, rms_norm
 from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
 from ssm_tune.kernels.ssd import ssd_scan, ssd_step
 from ssm_tune.kernels.ssd_block import ssd_block
@@ -23,6 +23,7 @@ __all__ = [
     "kernel_report",
     "mamba3_scan",
     "mamba3_step",
+    "residual_rms_norm",
     "rms_norm",
     "selective_scan",
     "selective_scan_step",

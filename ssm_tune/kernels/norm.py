@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ssm_tune.kernels import backends
@@ -38,6 +39,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """
     backends.check_shapes("add_rms_norm", residual=(residual, tuple(x.shape)), weight=(weight, (x.shape[-1],)))
     return backends.call("add_rms_norm", x, residual, weight, eps)
+
+
+def residual_rms_norm(
+    stream: Tensor, x: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(stream + x)` and the sum itself, for training: what stands between two residual blocks.
+
+    Args:
+        stream: (..., dim), the residual stream. x: (..., dim), what is added to it; None: nothing is.
+        weight: (dim,).
+        dtype: of the norm, as its reader takes it; None: the stream's.
+
+    Returns:
+        The norm, (..., dim) in `dtype`, computed in float32 and rounded once; and the sum, (..., dim) in the stream's
+        dtype, which is what is normed. Without x the second is the stream itself.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    shape = tuple(stream.shape)
+    backends.check_shapes("residual_rms_norm", x=(x, shape), weight=(weight, shape[-1:]))
+    return backends.call("residual_rms_norm", stream, x, weight, eps, dtype)
 
 
 def gated_rms_norm(

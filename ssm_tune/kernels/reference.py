@@ -269,6 +269,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps).to(x.dtype)
 
 
+def residual_rms_norm(
+    stream: Tensor, x: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(stream + x) in `dtype` (None: the stream's), and the sum, rounded to the stream's dtype."""
+    wide = stream.to(_accumulator(stream.dtype))
+    total = stream if x is None else (wide + x).to(stream.dtype)
+    return rms_norm(total.to(wide.dtype), weight, eps).to(dtype or stream.dtype), total
+
+
 def gated_rms_norm(
     y: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int | None = None, norm_before_gate: bool = False
 ) -> Tensor:

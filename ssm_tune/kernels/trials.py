@@ -19,6 +19,7 @@ _DROPPED: dict[str, dict[str, Any]] = {
     "gated_rms_norm": {"norm_before_gate": True},
     "ssd_scan": {"dt_limit": (0.3, 0.9)},
     "ssd_block": {"norm_before_gate": True, "dt_limit": (0.3, 0.9)},
+    "residual_rms_norm": {"dtype": torch.bfloat16},
 }
 # What the step forms, which are not differentiable, update in place.
 _IN_PLACE = {"state", "residual"}
@@ -137,6 +138,9 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
     if operation == "add_rms_norm":
         tensors = {"x": normal(batch, dim), "residual": normal(batch, dim), "weight": normal(dim)}
         return tensors, {"eps": 1e-5}, wide | {"residual"}
+    if operation == "residual_rms_norm":
+        tensors = {"stream": normal(batch, length, dim), "x": normal(batch, length, dim), "weight": normal(dim)}
+        return tensors, {"eps": 1e-5}, wide | {"stream"}
     if operation == "gated_rms_norm":
         tensors = {name: normal(batch, length, dim) for name in ("y", "z")}
         return tensors | {"weight": normal(dim)}, {"eps": 1e-5, "group_size": 64}, set()
@@ -151,7 +155,7 @@ def _results(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The output, and the gradients by all tensors, or what a step form updates."""
+    """The outputs, and the gradients by all tensors, or what a step form updates."""
     inputs = {n: t.to(device, torch.float32 if n in wide else dtype, copy=True) for n, t in args.items()}
     kwargs = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in kwargs.items()}
     if changed := inputs.keys() & _IN_PLACE:
@@ -159,8 +163,11 @@ def _results(
             return {"output": function(**inputs, **kwargs)} | {name: inputs[name] for name in changed}
     for tensor in inputs.values():
         tensor.requires_grad_()
-    output = function(**inputs, **kwargs)
+    found = function(**inputs, **kwargs)
+    outputs = found if isinstance(found, tuple) else (found,)
     # Not the sum: a gradient of ones hides errors that cancel.
-    slope = torch.linspace(-1, 1, output.numel(), dtype=torch.float32, device="cpu").view(output.shape)
-    gradients = torch.autograd.grad(output, list(inputs.values()), slope.to(device, output.dtype))
-    return {"output": output.detach()} | {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}
+    slopes = [torch.linspace(-1, 1, o.numel(), dtype=torch.float32, device="cpu").view(o.shape) for o in outputs]
+    slopes = [slope.to(device, o.dtype) for slope, o in zip(slopes, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, list(inputs.values()), slopes)
+    results = {"output" if i == 0 else f"output {i + 1}": output.detach() for i, output in enumerate(outputs)}
+    return results | {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ssm_tune.kernels import reference
 
@@ -124,6 +125,27 @@ def block_tensors(
     return {name: None if name in without else tensor for name, tensor in tensors.items()}
 
 
+def norm_tensors(
+    batch: int = 2, length: int = LENGTH, dim: int = 37, without: tuple[str, ...] = ()
+) -> dict[str, Tensor | None]:
+    """The tensors of `residual_rms_norm`; those named in `without` are None."""
+    tensors: dict[str, Tensor | None] = {
+        "stream": draw(batch, length, dim) * 3,
+        "x": draw(batch, length, dim),
+        "weight": draw(dim),
+    }
+    return {name: None if name in without else tensor for name, tensor in tensors.items()}
+
+
+def residual_norm(function: Callable[..., Any], **settings: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`residual_rms_norm`, as `results` wants it: the sum is in the place of a final state."""
+
+    def both(*, return_final_state: bool, **given: Any) -> tuple[Tensor, Tensor]:
+        return function(**given, eps=1e-5, **settings)
+
+    return both
+
+
 def without_state(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """An operation that gives no final state, as `results` wants it: with one that is nothing."""
 
@@ -186,7 +208,8 @@ def assert_equals_reference(
     rounded |= {name: tensors[name] for name in settings.get("wide", ()) if name in tensors}
     reference_settings = {name: v for name, v in settings.items() if name not in ("device", "wide", "view")}
     truth = getattr(reference, operation)
-    truth = without_state(truth) if operation == "ssd_block" else truth
+    wrap = {"ssd_block": without_state, "residual_rms_norm": residual_norm}.get(operation)
+    truth = truth if wrap is None else wrap(truth)
     expected = results(truth, rounded, torch.float64, **reference_settings)
     found = results(function, rounded, dtype, **settings)
     assert found.keys() == expected.keys()
@@ -196,3 +219,34 @@ def assert_equals_reference(
         if truth.norm() == 0:
             error = found[name].norm().item()
         assert error <= max(tolerance, (looser or {}).get(name, 0.0)), f"{name}: relative error {error:.2e}"
+
+
+def assert_rounds_as_pytorch(norm: Callable[..., tuple[Tensor, Tensor]], slack: float, device: str = "cpu") -> None:
+    """A `residual_rms_norm` in bfloat16 is as near float64 as PyTorch's addition, norm and cast are, in everything.
+
+    slack: how many times PyTorch's error is allowed.
+    """
+
+    def separate(stream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = stream + x
+        return F.rms_norm(total, weight.shape, weight.to(total.dtype), 1e-5).bfloat16(), total
+
+    def fused(stream: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return norm(stream, x, weight, 1e-5, torch.bfloat16)
+
+    tensors = {name: t.bfloat16() for name, t in norm_tensors(length=9, dim=96).items()}
+    exact = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    outputs = reference.residual_rms_norm(**exact, eps=1e-5)
+    slopes = [torch.randn(t.shape).bfloat16() for t in outputs]
+    truth = [*outputs, *torch.autograd.grad(outputs, list(exact.values()), [slope.double() for slope in slopes])]
+    for wide in (torch.float32, torch.bfloat16):
+        errors = []
+        for function in (fused, separate):
+            leaves = {n: t.to(device, t.dtype if n == "x" else wide).requires_grad_() for n, t in tensors.items()}
+            outputs = function(**leaves)
+            given = [slope.to(device, o.dtype) for slope, o in zip(slopes, outputs, strict=True)]
+            found = [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), given)]
+            pairs = zip(found, truth, strict=True)
+            errors.append([((one.cpu().double() - t).norm() / t.norm()).item() for one, t in pairs])
+        for name, ours, theirs in zip(("y", "sum", *(f"d{n}" for n in tensors)), *errors, strict=True):
+            assert ours <= max(slack * theirs, 1e-6), f"{name}, {wide}: {ours:.2e} against {theirs:.2e}"

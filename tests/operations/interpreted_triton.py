@@ -12,10 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from comparison import ROUNDED, assert_equals_reference, conv_tensors, scan_tensors
+from comparison import (
+    ROUNDED,
+    assert_equals_reference,
+    assert_rounds_as_pytorch,
+    conv_tensors,
+    norm_tensors,
+    residual_norm,
+    scan_tensors,
+)
 from torch import Tensor
 
-from ssm_tune.kernels import recompute, triton_conv, triton_scan
+from ssm_tune.kernels import recompute, reference, residual_norm_triton, triton_conv, triton_scan
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 # Two documents, padding at both ends, between and inside them; numbers that return.
@@ -50,6 +58,32 @@ def scan(
 
 def conv(tensors: dict[str, Tensor | None], **settings: Any) -> None:
     assert_equals_reference("causal_conv1d", triton_conv.causal_conv1d, tensors, **settings)
+
+
+def norm(tensors: dict[str, Tensor | None], given: dict[str, Any] | None = None, **settings: Any) -> None:
+    function = residual_norm(residual_norm_triton.residual_rms_norm, **(given or {}))
+    assert_equals_reference("residual_rms_norm", function, tensors, **{"tolerance": 1e-6} | settings)
+
+
+def norm_with_one_reader() -> None:
+    """The norm alone is read, or the sum alone; the weight is frozen, or nothing else is trained."""
+    tensors = {name: t.float() for name, t in norm_tensors(batch=1, length=3, dim=5).items()}
+    for trained in (("stream", "x", "weight"), ("stream", "x"), ("weight",)):
+        for read in (0, 1):
+            found = []
+            for function in (residual_norm_triton.residual_rms_norm, reference.residual_rms_norm):
+                leaves = {name: t.clone().requires_grad_(name in trained) for name, t in tensors.items()}
+                output = function(**leaves, eps=1e-5)[read]
+                if output.requires_grad:
+                    output.square().sum().backward()
+                found.append([leaves[name].grad for name in tensors])
+            for ours, theirs in zip(*found, strict=True):
+                assert ours is None or theirs is not None, "a gradient that does not exist"
+                torch.testing.assert_close(torch.zeros(1) if ours is None else ours, _or_zero(theirs))
+
+
+def _or_zero(tensor: Tensor | None) -> Tensor:
+    return torch.zeros(1) if tensor is None else tensor
 
 
 def steps_without_softplus() -> dict[str, Tensor | None]:
@@ -130,6 +164,24 @@ CASES: dict[str, Callable[[], None]] = {
     "conv: width 2": lambda: conv(conv_tensors(length=5, dim=3, width=2, without=("bias", "initial_state"))),
     "conv: not contiguous": lambda: conv(conv_tensors(length=5, dim=3), view=lose_contiguity),
     "conv: bfloat16": lambda: conv(conv_tensors(length=9, dim=3), dtype=torch.bfloat16, tolerance=2 * ROUNDED),
+    "norm: many tokens": lambda: norm(norm_tensors()),
+    "norm: one token": lambda: norm(norm_tensors(batch=1, length=1, dim=1027)),
+    "norm: one channel": lambda: norm(norm_tensors(length=2, dim=1)),
+    "norm: nothing added": lambda: norm(norm_tensors(length=5, without=("x",))),
+    "norm: not contiguous": lambda: norm(norm_tensors(length=5), view=lose_contiguity),
+    "norm: part of a projection": lambda: norm(norm_tensors(length=5), view=of_a_projection),
+    "norm: nothing added to a part": lambda: norm(norm_tensors(length=5, without=("x",)), view=of_a_projection),
+    "norm: bfloat16": lambda: norm(norm_tensors(length=9), dtype=torch.bfloat16, tolerance=ROUNDED),
+    "norm: bfloat16 from a float32 stream": lambda: norm(
+        norm_tensors(length=9),
+        {"dtype": torch.bfloat16},
+        dtype=torch.bfloat16,
+        wide=("stream", "weight"),
+        tolerance=ROUNDED,
+    ),
+    "norm: one reader": norm_with_one_reader,
+    # The interpreter cuts what it makes bfloat16 off instead of rounding it.
+    "norm: rounded as PyTorch's": lambda: assert_rounds_as_pytorch(residual_norm_triton.residual_rms_norm, slack=2.1),
     "nothing leaks": nothing_leaks,
     "recomputed outputs": recomputed_outputs,
 }

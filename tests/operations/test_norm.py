@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparison import draw
 
-from ssm_tune.kernels import add_rms_norm, gated_rms_norm, reference, rms_norm
+from ssm_tune.kernels import add_rms_norm, gated_rms_norm, reference, residual_rms_norm, rms_norm
 
 
 def test_they_are_the_reference() -> None:
@@ -41,6 +41,20 @@ def test_the_sum_is_kept_and_normed(dtype: torch.dtype) -> None:
     assert torch.equal(y, reference.rms_norm(total, weight, 1e-5).to(dtype)) and y.dtype == dtype
     with pytest.raises(ValueError, match=r"residual is \(2, 8\), expected \(3, 8\)"):
         add_rms_norm(x, residual[:2], weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stream_and_its_norm(dtype: torch.dtype) -> None:
+    stream, x, weight = draw(2, 3, 8).float(), draw(2, 3, 8).to(dtype), draw(8).to(dtype)
+    y, total = residual_rms_norm(stream, x, weight, 1e-5, dtype)
+    assert torch.equal(total, stream + x) and total.dtype == torch.float32
+    assert torch.equal(y, reference.rms_norm(total, weight, 1e-5).to(dtype)) and y.dtype == dtype
+    y, total = residual_rms_norm(stream, None, weight, 1e-5)
+    assert total is stream and torch.equal(y, reference.rms_norm(stream, weight, 1e-5))
+    rounded = residual_rms_norm(stream.to(dtype), x, weight, 1e-5)
+    assert {part.dtype for part in rounded} == {dtype}
+    with pytest.raises(ValueError, match=r"residual_rms_norm: x is \(2, 2, 8\), expected \(2, 3, 8\)"):
+        residual_rms_norm(stream, x[:, :2], weight, 1e-5)
 
 
 _INTERPRETED = """

@@ -83,7 +83,11 @@ def test_prebuilt_kernels_serve_where_nothing_is_installed(
     stand_ins.CALLS.clear()
     found = {choice.operation: choice for choice in operations.kernel_report("cpu")}
     served = {operation for operation, choice in found.items() if choice.backend == "hub"}
-    assert served == set(backends.OPERATIONS) - {"mamba3_scan", "add_rms_norm"}  # which are ours alone
+    assert served == set(backends.OPERATIONS) - {
+        "mamba3_scan",
+        "add_rms_norm",
+        "residual_rms_norm",
+    }  # which are ours alone
     assert found["selective_scan"].reason.startswith("mamba_ssm: mamba_ssm is not installed")
     assert found["causal_conv1d"].cost == ""
     scan = {name: t.float() for name, t in scan_tensors(length=5).items()}

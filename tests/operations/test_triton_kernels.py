@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import DOCUMENTS, assert_equals_reference, conv_tensors, scan_tensors, seq_idx_of
+from comparison import (
+    DOCUMENTS,
+    ROUNDED,
+    assert_equals_reference,
+    assert_rounds_as_pytorch,
+    conv_tensors,
+    norm_tensors,
+    residual_norm,
+    results,
+    scan_tensors,
+    seq_idx_of,
+)
 
 HERE = Path(__file__).parent
 CASES = (
@@ -31,6 +42,17 @@ CASES = (
     "conv: width 2",
     "conv: not contiguous",
     "conv: bfloat16",
+    "norm: many tokens",
+    "norm: one token",
+    "norm: one channel",
+    "norm: nothing added",
+    "norm: not contiguous",
+    "norm: part of a projection",
+    "norm: nothing added to a part",
+    "norm: bfloat16",
+    "norm: bfloat16 from a float32 stream",
+    "norm: one reader",
+    "norm: rounded as PyTorch's",
     "nothing leaks",
     "recomputed outputs",
 )
@@ -139,6 +161,30 @@ def test_conv_of_any_length_and_width_on_a_gpu(triton_conv: ModuleType, length: 
         assert_equals_reference(
             "causal_conv1d", triton_conv.causal_conv1d, tensors, torch.float32, EXACT, device="cuda"
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("without", [(), ("x",)], ids=["added", "nothing added"])
+@pytest.mark.parametrize(("length", "dim"), [(1, 1), (1, 768), (67, 37), (67, 1030), (3000, 768), (700, 4096)])
+def test_norm_on_a_gpu(length: int, dim: int, without: tuple[str, ...]) -> None:
+    """Twice, since the weight's gradient is summed by many programs: to the bit the same."""
+    from ssm_tune.kernels.residual_norm_triton import residual_rms_norm
+
+    tensors = norm_tensors(length=length, dim=dim, without=without)
+    operation = residual_norm(residual_rms_norm)
+    assert_equals_reference("residual_rms_norm", operation, tensors, tolerance=1e-6, device="cuda")
+    once, again = (results(operation, tensors, torch.float32, "cuda") for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    into = residual_norm(residual_rms_norm, dtype=torch.bfloat16)
+    settings: dict[str, Any] = {"wide": ("stream", "weight"), "device": "cuda"}
+    assert_equals_reference("residual_rms_norm", into, tensors, torch.bfloat16, ROUNDED, **settings)
+
+
+@pytest.mark.gpu
+def test_norm_rounds_as_pytorch_on_a_gpu() -> None:
+    from ssm_tune.kernels.residual_norm_triton import residual_rms_norm
+
+    assert_rounds_as_pytorch(residual_rms_norm, slack=1.02, device="cuda")
 
 
 @pytest.mark.skipif(
