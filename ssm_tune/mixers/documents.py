@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-PADDING = -1
+from ssm_tune.kernels.reference import PADDING, starts_and_padding
 
 
 def document_index(
@@ -30,27 +30,29 @@ def document_index(
     Args:
         seq_idx: (batch, length) integers, already an index.
         cu_seq_lens_q: (documents + 1,) integers, the cumulated lengths of the documents of one row; later tokens are
-            padding.
-        position_ids: (batch or 1, length); a document begins wherever a position is not the one before it plus one.
+            padding. A first 0 may be left out.
+        position_ids: (batch or 1, length); a document begins wherever a position is not that of the real token before
+            it plus one (or plus the distance, where padding between them counts).
         attention_mask: (batch, at least length), 0 marks padding; the last `length` columns count, as when a cache is
             continued.
 
     Raises:
         ValueError: a tensor of another shape, or borders that cannot be told (cu_seq_lens_q with several rows).
     """
+    real = None if attention_mask is None else _real_tokens(shape, attention_mask.to(device))
     if seq_idx is not None:
         _require(tuple(seq_idx.shape) == tuple(shape), f"seq_idx is {tuple(seq_idx.shape)}, expected {tuple(shape)}")
         index = seq_idx.to(device=device, dtype=torch.int32)
     elif cu_seq_lens_q is not None:
         index = _index_from_lengths(shape, cu_seq_lens_q.to(device))
     elif position_ids is not None and shape[1] > 1:
-        index = _index_from_positions(shape, position_ids.to(device))
-    elif attention_mask is not None:
+        index = _index_from_positions(shape, position_ids.to(device), real)
+    elif real is not None:
         index = torch.zeros(shape, dtype=torch.int32, device=device)
     else:
         return None
-    if attention_mask is not None:
-        index = index.masked_fill(~_real_tokens(shape, attention_mask.to(device)), PADDING)
+    if real is not None:
+        index = index.masked_fill(~real, PADDING)
     # Plain rows take the plain path. Looking costs one wait for the device, so it is not done for the borders of
     # packed rows.
     if seq_idx is None and cu_seq_lens_q is None and not torch.compiler.is_compiling() and not index.any():
@@ -70,17 +72,25 @@ def _index_from_lengths(shape: tuple[int, int], cumulated: Tensor) -> Tensor:
         f"cu_seq_lens_q describes one flattened row, but there are {batch}; give seq_idx (batch, length) instead",
     )
     places = torch.arange(length, device=cumulated.device)
-    index = torch.searchsorted(cumulated[1:].contiguous(), places, right=True)
-    return index.masked_fill(index >= cumulated.numel() - 1, PADDING).to(torch.int32)[None]
+    index = torch.searchsorted(cumulated.contiguous(), places, right=True) - (cumulated[0] == 0).to(torch.int64)
+    return index.masked_fill(places >= cumulated[-1], PADDING).to(torch.int32)[None]
 
 
-def _index_from_positions(shape: tuple[int, int], positions: Tensor) -> Tensor:
+def _index_from_positions(shape: tuple[int, int], positions: Tensor, real: Tensor | None) -> Tensor:
     _require(
         positions.dim() == 2 and positions.shape[0] in (1, shape[0]) and positions.shape[1] == shape[1],
         f"position_ids is {tuple(positions.shape)}, expected {tuple(shape)}",
     )
-    begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
-    return begins.cumsum(1, dtype=torch.int32).expand(shape)
+    if real is None:
+        begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+        return begins.cumsum(1, dtype=torch.int32).expand(shape)
+    # Padding's own positions say nothing, and makers of batches differ in whether it counts for those behind it.
+    positions = positions.expand(shape)
+    places = torch.arange(shape[1], device=positions.device).expand(shape)
+    last_real = F.pad(places.masked_fill(~real, -1).cummax(dim=1).values[:, :-1], (1, 0), value=-1)
+    step = positions - positions.gather(1, last_real.clamp(min=0))
+    begins = real & (last_real >= 0) & (step != 1) & (step != places - last_real)
+    return begins.cumsum(1, dtype=torch.int32)
 
 
 def _real_tokens(shape: tuple[int, int], mask: Tensor) -> Tensor:
@@ -107,12 +117,22 @@ def mask_labels(labels: Tensor, index: Tensor | None, ignore_index: int = -100) 
 
 def holds_several(index: Tensor) -> bool:
     """Whether any row holds more than one document (waits for the device)."""
-    neighbours = (index[:, 1:] != PADDING) & (index[:, :-1] != PADDING)
-    return bool(((index[:, 1:] != index[:, :-1]) & neighbours).any())
+    return bool(starts_and_padding(index, *index.shape, index.device)[0].any())
+
+
+def document_numbers(index: Tensor) -> Tensor:
+    """(batch, length) int64, equal where two tokens of a row are of the same document, and nowhere else: values of
+    `index` may come again, and every padding token has a number of its own.
+    """
+    starts, padding = starts_and_padding(index, *index.shape, index.device)
+    places = torch.arange(index.shape[1], device=index.device)
+    return torch.where(padding, -1 - places, starts.cumsum(1))
 
 
 def document_positions(index: Tensor) -> Tensor:
-    """Position of each token in its document, (batch, length) int64. Padding counts as documents of one token each."""
-    begins = F.pad((index[:, 1:] != index[:, :-1]) | (index[:, 1:] == PADDING), (1, 0), value=True)
-    places = torch.arange(index.shape[1], device=index.device).expand(index.shape)
-    return places - torch.where(begins, places, 0).cummax(dim=1).values
+    """Position of each token in its document, (batch, length) int64: the number of its real tokens before it; 0 for
+    padding.
+    """
+    starts, padding = starts_and_padding(index, *index.shape, index.device)
+    before = (~padding).cumsum(1) - 1
+    return (before - torch.where(starts, before, 0).cummax(dim=1).values).masked_fill(padding, 0)

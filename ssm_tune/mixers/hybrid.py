@@ -16,7 +16,13 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ssm_tune.families import MASKED_ATTENTION
 from ssm_tune.mixers.classes import Patched
-from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
+from ssm_tune.mixers.documents import (
+    document_index,
+    document_numbers,
+    document_positions,
+    holds_several,
+    mask_labels,
+)
 
 _renamed = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as stock does
 
@@ -44,19 +50,21 @@ class HybridBackbone(Patched):
         A cache is only built by default in evaluation, and not for packed rows: their documents cannot be continued.
 
         Raises:
-            ValueError: borders of another shape, packed rows with a cache, or with an attention that takes no mask.
+            ValueError: borders of another shape, packed rows with a cache, or with an attention that takes no mask; a
+                mask of attention (batch, heads, length, length), which the mixers cannot go by.
         """
         source = input_ids if inputs_embeds is None else inputs_embeds
         if source is None:
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         shape, device = tuple(source.shape[:2]), source.device
+        mask = _padding_mask(attention_mask)
         index = document_index(
             shape,
             device,
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             position_ids=position_ids,
-            attention_mask=_padding_mask(attention_mask),
+            attention_mask=mask,
         )
         given = seq_idx is not None or cu_seq_lens_q is not None
         if index is not None and (given or holds_several(index)):
@@ -66,12 +74,11 @@ class HybridBackbone(Patched):
                 )
             use_cache = False
             position_ids = document_positions(index)
-            attention_mask = self._mask_documents(position_ids)
+            attention_mask = self._mask_documents(index)
         else:
             use_cache = self._cache_by_default() if use_cache is None else use_cache
             if position_ids is None:
-                seen = 0 if cache is None else cache.get_seq_length()
-                position_ids = torch.arange(shape[1], device=device)[None] + seen
+                position_ids = _positions(shape, device, 0 if cache is None else cache.get_seq_length(), mask)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -86,7 +93,7 @@ class HybridBackbone(Patched):
     def _cache_by_default(self) -> bool:
         return self.config.use_cache and not self.training
 
-    def _mask_documents(self, position_ids: Tensor) -> dict[str, Tensor | None]:
+    def _mask_documents(self, index: Tensor) -> dict[str, Tensor | None]:
         """Stock's masks by kind of layer: attention within documents; the mixers go by `seq_idx` alone."""
         if self.config._attn_implementation not in MASKED_ATTENTION:
             raise ValueError(
@@ -95,8 +102,13 @@ class HybridBackbone(Patched):
             )
         # Of the embeddings only shape, dtype and device count.
         dtype = self.get_input_embeddings().weight.dtype
-        embeds = torch.empty((*position_ids.shape, 0), dtype=dtype, device=position_ids.device)
-        mask = create_causal_mask(self.config, embeds, attention_mask=None, cache=None, position_ids=position_ids)
+        embeds = torch.empty((*index.shape, 0), dtype=dtype, device=index.device)
+        numbers = document_numbers(index)
+
+        def same_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return numbers[row, query] == numbers[row, key]
+
+        mask = create_causal_mask(self.config, embeds, attention_mask=None, cache=None, and_mask_function=same_document)
         return {"full_attention": mask, "linear_attention": None, "conv": None}
 
 
@@ -170,8 +182,22 @@ class JambaMambaLayer(Patched):
         return hidden_states + self.feed_forward(self.pre_ff_layernorm(hidden_states))
 
 
+def _positions(shape: tuple[int, int], device: torch.device, seen: int, mask: Tensor | None) -> Tensor:
+    """Positions of the tokens after `seen` others, (batch or 1, length): the number of real ones before each, if the
+    mask tells of all.
+    """
+    if mask is None or mask.shape[1] != seen + shape[1]:
+        return torch.arange(shape[1], device=device)[None] + seen
+    return ((mask != 0).to(device).cumsum(1) - 1).clamp(min=0)[:, seen:]
+
+
 def _padding_mask(attention_mask: Any) -> Tensor | None:
     """The mask of padding (batch, length): itself, or the one among those that generate prepares by kind of layer."""
     if isinstance(attention_mask, dict):
-        attention_mask = attention_mask.get("linear_attention", attention_mask.get("conv"))
-    return attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+        return attention_mask.get("linear_attention", attention_mask.get("conv"))
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}: only attention could go by it, the state-space layers "
+            "would let documents and padding through. Give padding as (batch, length), and documents by seq_idx."
+        )
+    return attention_mask if isinstance(attention_mask, Tensor) else None
