@@ -285,16 +285,19 @@ def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 def gather_state(model: nn.Module, *, trained_only: bool) -> dict[str, torch.Tensor]:
     """The whole weights, for rank 0, in host memory; {} on the other ranks. Called by all of them.
 
-    One tensor is whole on a device at a time.
+    One tensor is whole on a device at a time. Names of one tied parameter share one tensor, which is saved once then.
     """
     keep = dist.get_rank() == 0
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}  # a parameter's id and its first name
     whole = {}
     for name, value in model.state_dict().items():
-        if trained_only and name not in trained:
+        parameter = parameters.get(name)
+        if trained_only and (parameter is None or not parameter.requires_grad):
             continue
-        if isinstance(value, DTensor):
+        known = name if parameter is None else first.setdefault(id(parameter), name)
+        if known == name and isinstance(value, DTensor):
             value = value.to(value.device_mesh.device_type).full_tensor()
         if keep:
-            whole[name] = value.cpu()
+            whole[name] = value.cpu() if known == name else whole[known]
     return whole

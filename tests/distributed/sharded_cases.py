@@ -316,6 +316,22 @@ def dead() -> Any:
     return [str(parameter) for parameter in dead_parameters(model)]
 
 
+def shared_names(state: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Names that stand for one tensor, together."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(tensor.data_ptr(), []).append(name)
+    return sorted(names for names in groups.values() if len(names) > 1)
+
+
+def tied() -> Any:
+    """Names that share a weight before sharding, and in what is gathered to be saved."""
+    model = make_model("zamba2")
+    before = shared_names(model.state_dict())
+    shard_model(model, Sharding(), CPU, bf16=False)
+    return [before, shared_names(gather_state(model, trained_only=False))]
+
+
 def uneven_replicas() -> Any:
     try:
         shard_model(make_model("mamba"), Sharding(replicas=3), CPU, bf16=False)
@@ -347,6 +363,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "qlora floats": lambda: quantised(torch.float32),
     "qlora bytes": lambda: quantised(torch.uint8),
     "dead": dead,
+    "tied": tied,
     "uneven replicas": uneven_replicas,
 }
 

@@ -18,7 +18,7 @@ KINDS_AND_SWITCHES = (*KINDS, "zamba2, two shared blocks", "granitemoehybrid, ex
 
 
 # What the default run tries; the rest is slow only because there is so much of it.
-QUICK = ("full mamba", "full zamba2", "bf16 mamba2", "precision", "clipping", "moving lora", "dead")
+QUICK = ("full mamba", "full zamba2", "bf16 mamba2", "precision", "clipping", "moving lora", "dead", "tied")
 
 
 def run_cases(folder: Path, cases: tuple[str, ...] = ()) -> dict[str, list[Any]]:
@@ -129,6 +129,13 @@ def test_adapters_on_a_quantised_base(found: dict[str, list[Any]]) -> None:
 def test_parameters_without_gradient_are_found(found: dict[str, list[Any]]) -> None:
     expected = ["backbone.layers.0.unused: no gradient: the forward pass does not use it"]
     assert found["dead"] == [expected, expected]
+
+
+def test_weights_with_several_names_are_gathered_once(found: dict[str, list[Any]]) -> None:
+    before, gathered = found["tied"][0]
+    assert gathered == before
+    assert len(before) > 5  # the embeddings, and all of the block that two layers share
+    assert found["tied"][1][1] == []  # the other rank holds nothing
 
 
 @pytest.mark.slow
