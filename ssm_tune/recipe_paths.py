@@ -11,7 +11,10 @@ from ssm_tune.recipe_text import Mistakes
 from ssm_tune.shipped import shipped, shipped_names
 
 # A name with one of these endings is never a Hub name.
-_FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".jinja", ".gz", ".zst", ".yaml")
+_FILE_SUFFIXES = (
+    *(".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".jinja", ".yaml"),
+    *(".gz", ".zst", ".bz2", ".xz"),
+)
 
 
 def locate(name_or_path: str | Path, mistakes: Mistakes) -> tuple[Path | None, str]:

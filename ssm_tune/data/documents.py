@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ssm_tune.data.compressed import kind_of, open_file
 from ssm_tune.data.files import NumberedRow, read_file, unit_of
 from ssm_tune.data.formatting import check_text
 from ssm_tune.recipe import RecipeError
@@ -139,6 +140,8 @@ def dealt(few: bool, shard: int, shards: int) -> tuple[int, int]:
 class FileSource:
     """Local files: .jsonl and .txt are entered at a byte, .parquet at a row group, .json and .csv from the start.
 
+    A compressed file is read up to the place where it is entered.
+
     A .txt file is one document, read in pieces of about 64 KiB that end with a line.
     """
 
@@ -167,7 +170,7 @@ class _FileReader(RepeatingReader):
         for number in range(first, len(self.source.files)):
             path = self.source.files[number]
             mark = self.mark if number == first else {}
-            inside = _INSIDE.get(path.suffix.lower(), _FileReader._read_whole)
+            inside = _INSIDE.get(kind_of(path), _FileReader._read_whole)
             try:
                 yield from inside(self, path, number, mark)
             except OSError as error:
@@ -182,7 +185,7 @@ class _FileReader(RepeatingReader):
 
     def _read_lines(self, path: Path, number: int, mark: dict[str, int]) -> Iterator[Document]:
         offset, line = mark.get("offset", 0), mark.get("line", 0)
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(offset)
             for raw in file:
                 offset, line = offset + len(raw), line + 1
@@ -198,11 +201,10 @@ class _FileReader(RepeatingReader):
                     yield Document(text, place)
 
     def _read_segments(self, path: Path, number: int, mark: dict[str, int]) -> Iterator[Document]:
-        offset, size = mark.get("offset", 0), path.stat().st_size
-        with path.open("rb") as file:
+        offset = mark.get("offset", 0)
+        with open_file(path) as file:
             file.seek(offset)
-            while offset < size:
-                raw = file.read(_SEGMENT) + file.readline()
+            while raw := file.read(_SEGMENT) + file.readline():
                 begin, offset = offset, offset + len(raw)
                 if not self._pass(number, offset=offset):
                     continue
@@ -214,7 +216,7 @@ class _FileReader(RepeatingReader):
                         f"{path}: not valid UTF-8 (at byte {begin + error.start:,}). Save the file as UTF-8."
                     ) from error
                 if text.strip():
-                    yield Document(text, place, first=begin == 0, last=offset == size)
+                    yield Document(text, place, first=begin == 0, last=not file.peek(1))
 
     def _read_parquet(self, path: Path, number: int, mark: dict[str, int]) -> Iterator[Document]:
         import pyarrow

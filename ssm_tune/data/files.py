@@ -2,7 +2,8 @@
 
 The readers of `datasets` guess: they turn the answer "42" of a CSV file into a number, the word "None" into nothing,
 and report broken JSON without its line. Here each row comes with its line, and what is wrong is said with both.
-Everything but Parquet needs the standard library only, so that `ssm-tune validate` can look into files at once.
+Everything but Parquet and .zst needs the standard library only, so that `ssm-tune validate` can look into files at
+once. All but Parquet may be compressed (`ssm_tune.data.compressed`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ssm_tune.data.compressed import COMPRESSED, kind_of, open_file
 from ssm_tune.recipe import RecipeError
 
 NumberedRow = tuple[int, Any]  # the line (or item) number, from 1, and the row
@@ -35,15 +37,18 @@ def list_files(path: Path, split: str = "train") -> list[Path]:
     such words is all training data. Raises RecipeError if there is nothing to read.
     """
     if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise RecipeError(f"{path}: not a kind of file that is read. These are: {', '.join(SUFFIXES)}.")
+        if not is_read(path):
+            raise RecipeError(
+                f"{path}: not a kind of file that is read. These are: {', '.join(SUFFIXES)}, and all but .parquet "
+                f"compressed as {', '.join(COMPRESSED)} (rows.jsonl.gz)."
+            )
         if split != "train":
             raise RecipeError(f"{path}: one file has no split {split!r}. Leave split out, or name the other file.")
         return [path]
     if not path.is_dir():
         raise RecipeError(f"{path}: no such file or folder.")
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
-    data = [file for file in files if file.suffix.lower() in SUFFIXES]
+    data = [file for file in files if is_read(file)]
     if not data:
         seen = ", ".join(file.name for file in files[:5]) or "nothing"
         raise RecipeError(f"{path}: this folder holds no {', '.join(SUFFIXES)} file, but {seen}.")
@@ -57,6 +62,11 @@ def list_files(path: Path, split: str = "train") -> list[Path]:
             f"{path}: no file of this folder has {split!r} in its name: {', '.join(file.name for file in data[:5])}."
         )
     return chosen
+
+
+def is_read(path: Path) -> bool:
+    """Whether a file of this name is one that can be read, compressed or not."""
+    return kind_of(path) in SUFFIXES and (kind_of(path) != ".parquet" or path.suffix.lower() == ".parquet")
 
 
 def _is_hidden(path: Path) -> bool:
@@ -74,7 +84,7 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
     A .txt file is one row, {"text": everything in it}. Rows of JSON need not be objects: that is for the caller.
     Raises RecipeError naming file and line for what cannot be read, RecipeError too if there is no row at all.
     """
-    reader = _READERS[path.suffix.lower()]
+    reader = _READERS[kind_of(path)]
     count = 0
     try:
         for numbered in reader(path):
@@ -88,11 +98,11 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
 
 def unit_of(path: Path) -> str:
     """What the numbers of `read_file` count, for messages."""
-    return {".json": "item", ".parquet": "row", ".txt": ""}.get(path.suffix.lower(), "line")
+    return {".json": "item", ".parquet": "row", ".txt": ""}.get(kind_of(path), "line")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, raw in enumerate(file, 1):
             yield number, _decode(raw.removeprefix(_BOM) if number == 1 else raw, path, number)
 
@@ -170,7 +180,8 @@ def _chain(first: str, rest: Iterable[str]) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> Iterator[NumberedRow]:
-    text = _decode(path.read_bytes().removeprefix(_BOM), path, 1).replace("\r\n", "\n")
+    with open_file(path) as file:
+        text = _decode(file.read().removeprefix(_BOM), path, 1).replace("\r\n", "\n")
     if text.strip():
         yield 1, {"text": text}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssm_tune.data import demo, package_docs
+from ssm_tune.data.compressed import COMPRESSED
 from ssm_tune.data.files import SUFFIXES, NumberedRow, list_files, read_file, unit_of
 from ssm_tune.data.formatting import Example, Formatter, check_columns
 from ssm_tune.recipe import DataSource, RecipeError
@@ -155,7 +156,7 @@ def _read_demo(name: str, split: str) -> Iterator[NumberedRow]:
 
 
 def is_a_path(path: str) -> bool:
-    return path.startswith(("./", "../", "/", "~")) or path.lower().endswith((*SUFFIXES, ".gz", ".zst"))
+    return path.startswith(("./", "../", "/", "~")) or path.lower().endswith((*SUFFIXES, *COMPRESSED))
 
 
 def bounded_part(split: str, where: str) -> tuple[str, int, int | None]:

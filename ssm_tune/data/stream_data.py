@@ -11,6 +11,7 @@ import numpy as np
 
 from ssm_tune.data import demo, package_docs
 from ssm_tune.data.blocks import StreamPlan, TextEncoder, is_held_out
+from ssm_tune.data.compressed import COMPRESSED
 from ssm_tune.data.documents import Document, DocumentSource, FileSource, RowSource, text_of
 from ssm_tune.data.files import list_files
 from ssm_tune.data.formatting import check_columns
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SEARCHED = 20_000  # documents of a stream that are looked through for those held out by data.eval_fraction
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _EVAL_TOKENS = 2**21  # a prepared folder may hold more
 
 
@@ -144,7 +144,7 @@ def _open(entry: DataSource, where: str) -> DocumentSource:
     if not path.exists() and entry.path in (*demo.NAMES, package_docs.TEXT):
         (opened,) = open_sources([entry], where)
         return RowSource(f"{entry.path} {entry.split}", list(opened.read()), columns)
-    if path.is_dir() and any(file.suffix in _COMPRESSED for file in path.rglob("*")):
+    if path.is_dir() and any(file.suffix in COMPRESSED for file in path.rglob("*")):
         return HubSource(str(path), entry.split, columns, where)  # `datasets` reads it as it reads the Hub's
     if path.exists() or is_a_path(entry.path):
         return FileSource(entry.path, list_files(path, entry.split), columns)

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ssm_tune.data.files import SUFFIXES, read_file, unit_of
+from ssm_tune.data.compressed import kind_of
+from ssm_tune.data.files import SUFFIXES, is_read, read_file, unit_of
 from ssm_tune.data.formatting import check_text
 from ssm_tune.recipe import RecipeError
 
@@ -90,11 +91,11 @@ def read_prompts(file: str | Path) -> list[str]:
     file = Path(file)
     if not file.is_file():
         raise RecipeError(f"generate: there is no file {file}.")
-    if file.suffix not in SUFFIXES:
+    if not is_read(file):
         raise RecipeError(f"{file}: prompts are read from {', '.join(sorted(SUFFIXES))}.")
     prompts = []
     for number, row in read_file(file):
-        if file.suffix == ".txt":
+        if kind_of(file) == ".txt":
             prompts += [line for line in row["text"].splitlines() if line.strip()]
             continue
         place = f"{file.name}, {unit_of(file)} {number}"
