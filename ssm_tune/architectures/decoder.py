@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
@@ -23,7 +21,8 @@ from transformers.utils.generic import can_return_tuple
 
 from ssm_tune.architectures.configs import ATTENTION, MIXER, DecoderConfig
 from ssm_tune.architectures.layers import MLP, Attention, ResidualLinear, draw_linear, make_norm, rotary_positions
-from ssm_tune.mixers.documents import PADDING, document_index, mask_labels
+from ssm_tune.mixers.attention import mask_documents, padding_mask, positions_of_row
+from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
 from ssm_tune.mixers.projections import project
 
 
@@ -162,21 +161,31 @@ class DecoderModel(DecoderPreTrainedModel):
         Borders of documents are `seq_idx` (batch, length) int32, -1 padding, or `cu_seq_lens_q`, or `position_ids` that
         restart; padding may also be marked by `attention_mask`. See `ssm_tune.mixers.documents.document_index`.
 
+        A cache is only built by default in evaluation, and not for packed rows of a model with attention: their
+        documents cannot be continued.
+
         Raises:
-            ValueError: not exactly one of input_ids and inputs_embeds, or borders of another shape.
+            ValueError: not exactly one of input_ids and inputs_embeds, borders of another shape, or, in a model with
+                attention, packed rows with a cache or with an attention that takes no mask.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
             use_cache = False
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        packed = seq_idx is not None or cu_seq_lens_q is not None
+        given = seq_idx is not None or cu_seq_lens_q is not None
         borders = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids}
-        seq_idx = document_index(tuple(x.shape[:2]), x.device, **borders, attention_mask=attention_mask)
+        mask = padding_mask(attention_mask)
+        seq_idx = document_index(tuple(x.shape[:2]), x.device, **borders, attention_mask=mask)
+        packed = self.config.has_attention and seq_idx is not None and (given or holds_several(seq_idx))
+        if packed and (use_cache or cache is not None):
+            raise ValueError(
+                f"{type(self).__name__}: a row of several documents cannot be cached; pass use_cache=False."
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not packed
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         attention = self._prepare_attention(x, attention_mask, position_ids, seq_idx if packed else None, cache)
@@ -195,20 +204,19 @@ class DecoderModel(DecoderPreTrainedModel):
     def _prepare_attention(
         self, x: Tensor, mask: Any, positions: Tensor | None, seq_idx: Tensor | None, cache: Any
     ) -> dict[str, Any]:
-        """The mask and the rotary positions of attention layers."""
+        """The mask and the rotary positions of attention layers. `seq_idx`: of packed rows only."""
         config = self.config
         if not config.has_attention:
             return {}
-        if seq_idx is not None:  # transformers sees documents by positions that restart, without a mask or a cache
-            if cache is not None and cache.get_seq_length():
-                raise ValueError("seq_idx cannot border documents that a cache of attention layers continues")
-            positions, mask = positions_in_documents(seq_idx), None
-        elif positions is None:
-            seen = cache.get_seq_length() if cache is not None else 0
-            positions = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
-        create_mask = create_sliding_window_causal_mask if config.sliding_window else create_causal_mask
-        cache = None if seq_idx is not None else cache
-        mask = create_mask(config=config, inputs_embeds=x, attention_mask=mask, cache=cache, position_ids=positions)
+        if seq_idx is not None:
+            positions = document_positions(seq_idx)
+            mask = mask_documents(config, seq_idx, x.dtype, config.sliding_window)
+        else:
+            if positions is None:
+                seen = cache.get_seq_length() if cache is not None else 0
+                positions = positions_of_row(tuple(x.shape[:2]), x.device, seen, padding_mask(mask))
+            create_mask = create_sliding_window_causal_mask if config.sliding_window else create_causal_mask
+            mask = create_mask(config=config, inputs_embeds=x, attention_mask=mask, cache=cache, position_ids=positions)
         rotary = None
         if config.turned_channels:
             rotary = rotary_positions(positions, config.turned_channels, config.rope_theta)
@@ -276,19 +284,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         logits = project(self.lm_head, hidden_states).float()
         loss = None
         if labels is not None:
-            index = document_index(tuple(labels.shape), labels.device, **borders, attention_mask=attention_mask)
+            mask = padding_mask(attention_mask)
+            index = document_index(tuple(labels.shape), labels.device, **borders, attention_mask=mask)
             labels = mask_labels(labels, index)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
-
-
-def positions_in_documents(seq_idx: Tensor) -> Tensor:
-    """(batch, length): the place of each token in its document, or in its run of padding."""
-    places = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand_as(seq_idx)
-    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)) | (seq_idx == PADDING)
-    return places - (places * begins).cummax(1).values
 
 
 def head_std(config: Any, residual_rms: float) -> float:

@@ -9,20 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.masking_utils import create_causal_mask
 from transformers.utils.deprecation import deprecate_kwarg
 
-from ssm_tune.families import MASKED_ATTENTION
+from ssm_tune.mixers.attention import mask_documents, padding_mask, positions_of_row
 from ssm_tune.mixers.classes import Patched
-from ssm_tune.mixers.documents import (
-    document_index,
-    document_numbers,
-    document_positions,
-    holds_several,
-    mask_labels,
-)
+from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
 
 _renamed = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as stock does
 
@@ -57,7 +49,7 @@ class HybridBackbone(Patched):
         if source is None:
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         shape, device = tuple(source.shape[:2]), source.device
-        mask = _padding_mask(attention_mask)
+        mask = padding_mask(attention_mask)
         index = document_index(
             shape,
             device,
@@ -74,11 +66,13 @@ class HybridBackbone(Patched):
                 )
             use_cache = False
             position_ids = document_positions(index)
-            attention_mask = self._mask_documents(index)
+            full = mask_documents(self.config, index, self.get_input_embeddings().weight.dtype)
+            attention_mask = {"full_attention": full, "linear_attention": None, "conv": None}
         else:
             use_cache = self._cache_by_default() if use_cache is None else use_cache
             if position_ids is None:
-                position_ids = _positions(shape, device, 0 if cache is None else cache.get_seq_length(), mask)
+                seen = 0 if cache is None else cache.get_seq_length()
+                position_ids = positions_of_row(shape, device, seen, mask)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -92,24 +86,6 @@ class HybridBackbone(Patched):
 
     def _cache_by_default(self) -> bool:
         return self.config.use_cache and not self.training
-
-    def _mask_documents(self, index: Tensor) -> dict[str, Tensor | None]:
-        """Stock's masks by kind of layer: attention within documents; the mixers go by `seq_idx` alone."""
-        if self.config._attn_implementation not in MASKED_ATTENTION:
-            raise ValueError(
-                f"attn_implementation={self.config._attn_implementation!r} is not known to keep packed documents apart "
-                f"in {type(self).__name__}. Load the model with attn_implementation='sdpa', or do not pack."
-            )
-        # Of the embeddings only shape, dtype and device count.
-        dtype = self.get_input_embeddings().weight.dtype
-        embeds = torch.empty((*index.shape, 0), dtype=dtype, device=index.device)
-        numbers = document_numbers(index)
-
-        def same_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return numbers[row, query] == numbers[row, key]
-
-        mask = create_causal_mask(self.config, embeds, attention_mask=None, cache=None, and_mask_function=same_document)
-        return {"full_attention": mask, "linear_attention": None, "conv": None}
 
 
 class HybridCausalLM(Patched):
@@ -143,7 +119,7 @@ class HybridCausalLM(Patched):
                 seq_idx=seq_idx,
                 cu_seq_lens_q=cu_seq_lens_q,
                 position_ids=position_ids,
-                attention_mask=_padding_mask(attention_mask),
+                attention_mask=padding_mask(attention_mask),
             )
             labels = mask_labels(labels, index)
         return super().forward(
@@ -180,24 +156,3 @@ class JambaMambaLayer(Patched):
         )
         hidden_states = hidden_states + mixed
         return hidden_states + self.feed_forward(self.pre_ff_layernorm(hidden_states))
-
-
-def _positions(shape: tuple[int, int], device: torch.device, seen: int, mask: Tensor | None) -> Tensor:
-    """Positions of the tokens after `seen` others, (batch or 1, length): the number of real ones before each, if the
-    mask tells of all.
-    """
-    if mask is None or mask.shape[1] != seen + shape[1]:
-        return torch.arange(shape[1], device=device)[None] + seen
-    return ((mask != 0).to(device).cumsum(1) - 1).clamp(min=0)[:, seen:]
-
-
-def _padding_mask(attention_mask: Any) -> Tensor | None:
-    """The mask of padding (batch, length): itself, or the one among those that generate prepares by kind of layer."""
-    if isinstance(attention_mask, dict):
-        return attention_mask.get("linear_attention", attention_mask.get("conv"))
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}: only attention could go by it, the state-space layers "
-            "would let documents and padding through. Give padding as (batch, length), and documents by seq_idx."
-        )
-    return attention_mask if isinstance(attention_mask, Tensor) else None

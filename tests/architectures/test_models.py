@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, IDS, make_model
+from tiny_models import CONFIGS, IDS, make_config, make_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -91,6 +91,40 @@ def test_padding_changes_nothing(kind: str, side: str) -> None:
     mask = torch.nn.functional.pad(torch.ones_like(text), widths)
     got = model(padded, attention_mask=mask, use_cache=False).logits[mask == 1]
     torch.testing.assert_close(got, model(text, use_cache=False).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_may_stand_anywhere(kind: str) -> None:
+    """Within documents and between them, whichever way the borders come, and with no word about caches."""
+    model = make_model(kind)
+    texts = documents((9, 6, 12))
+    index = torch.tensor([[0] * 4 + [-1] * 3 + [0] * 5 + [-1] * 2 + [1] * 6 + [2] * 12])
+    ids = torch.zeros_like(index)
+    ids[index >= 0] = torch.cat(texts, dim=1)[0]
+    positions = torch.tensor([[*range(4), 0, 0, 0, *range(4, 9), 0, 0, *range(6), *range(12)]])
+    mask = (index >= 0).long()
+    for borders in ({"seq_idx": index}, {"position_ids": positions, "attention_mask": mask}):
+        logits = model(ids, **borders).logits
+        for number, text in enumerate(texts):
+            torch.testing.assert_close(logits[index == number], model(text).logits[0], **CLOSE)
+    if model.config.sliding_window:  # counts the padding of a row that holds one document
+        return
+    logits = model(ids[:, :12], attention_mask=mask[:, :12]).logits
+    torch.testing.assert_close(logits[index[:, :12] == 0], model(texts[0]).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if make_config(kind).has_attention])
+def test_packed_rows_that_attention_would_leak_in_are_refused(kind: str) -> None:
+    model = make_model(kind)
+    batch = pack(documents())
+    assert model(**batch).cache is None
+    with pytest.raises(ValueError, match="cannot be cached"):
+        model(**batch, use_cache=True)
+    with pytest.raises(ValueError, match="documents by seq_idx"):
+        model(batch["input_ids"], attention_mask=torch.ones(1, 1, 15, 15, dtype=torch.bool).tril())
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash_attention_2"):
+        model(**batch, use_cache=False)
 
 
 @pytest.mark.parametrize("sizes", [(13,), (6, 7), (7, *[1] * 6), (1,) * 13])
