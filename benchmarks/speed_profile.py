@@ -72,6 +72,7 @@ class StepProfile:
     def _step_ended(self) -> None:
         self._ended += 1
         if self._ended == 1:
+            self._now()  # what the GPU still has to do belongs to this step
             self._profiler.step()
             self._clock = self._now()
             return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,14 +41,34 @@ def run_trial(operation: str, function: Callable[..., Any], device: torch.device
     inference_mode, autocast, a default device, and the hooks of gradient checkpointing, which count what a forward
     saves and find more than in the second forward, where no trial happens any more.
 
+    In a backward pass the trial stays in the caller's thread: that is the one in which autograd computes gradients
+    for the device, and another would wait for it without end.
+
     Raises:
         WrongResultError: results that differ from the reference. Whatever else `function` raises passes through.
     """
-    with ThreadPoolExecutor(1, "ssm-tune-trial") as thread, without_tuning():
-        if operation in _COMPILED_AHEAD and device.type == "cuda":
-            thread.submit(_compile, operation, function, device).result()
-        with running():
-            thread.submit(_compare, operation, function, device).result()
+    with without_tuning():
+        if torch._C._current_graph_task_id() != -1:
+            with _without_modes(device):
+                _try(operation, function, device)
+            return
+        with ThreadPoolExecutor(1, "ssm-tune-trial") as thread:
+            thread.submit(_try, operation, function, device).result()
+
+
+@contextmanager
+def _without_modes(device: torch.device) -> Iterator[None]:
+    """As in a new thread: gradients, no autocast, and saved tensors that nobody else looks at."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), hooks:
+        yield
+
+
+def _try(operation: str, function: Callable[..., Any], device: torch.device) -> None:
+    if operation in _COMPILED_AHEAD and device.type == "cuda":
+        _compile(operation, function, device)
+    with running():
+        _compare(operation, function, device)
 
 
 def _compile(operation: str, function: Callable[..., Any], device: torch.device) -> None:

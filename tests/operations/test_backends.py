@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -310,6 +311,35 @@ def test_a_first_call_inside_gradient_checkpointing() -> None:
     checkpoint(lambda: selective_scan(**leaves), use_reentrant=False).sum().backward()
     assert leaves["x"].grad.isfinite().all()
     assert all(choice.reason == "" for choice in kernel_report("cpu"))
+
+
+class CallInBackward(torch.autograd.Function):
+    """The identity, whose backward pass calls an operation, as what is recomputed there does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return rms_norm(dx, WEIGHT, 1e-5)
+
+
+def test_a_first_call_in_a_backward_pass_is_tried_by_its_own_thread(fake: Fake) -> None:
+    """Another thread's gradients on a GPU would wait for this one, which computes all of them."""
+    threads = set()
+
+    def norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        threads.add(threading.get_ident())
+        return reference.rms_norm(*args, **kwargs)
+
+    fake.add("fast", norm, devices=CPU)
+    fake.add("slow", cost=COST)
+    x = X.clone().requires_grad_()
+    CallInBackward.apply(x).sum().backward()
+    assert fake.calls == ["fast", "fast"] and x.grad.isfinite().all()
+    assert threads == {threading.get_ident()}
 
 
 def test_a_trial_leaves_the_random_numbers_alone() -> None:

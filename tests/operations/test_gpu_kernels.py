@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ssm_tune import kernels
 from ssm_tune.kernels import backends, reference
+from ssm_tune.kernels.recompute import recomputed
 
 pytestmark = pytest.mark.gpu
 
@@ -323,3 +324,14 @@ def test_tensors_of_a_cpu_stay_away_from_them() -> None:
     tensors = {name: t.float() for name, t in scan_tensors(length=3).items()}
     assert kernels.selective_scan(**tensors).device.type == "cpu"
     assert {b.name for b in backends._candidates("selective_scan", "cpu")} == {"numba", "reference"}
+
+
+def test_a_first_call_whose_backward_pass_meets_another_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's gated output is computed again in backward, by a kernel that is tried there: this must end."""
+    monkeypatch.setattr(backends, "_settings", backends._Settings())
+    sizes = {"head_dim": 16, "groups": 2}
+    tensors = {name: t.cuda().bfloat16().requires_grad_() for name, t in block_tensors(**sizes, state=32).items()}
+    with recomputed(tensors["projected"]):
+        y = kernels.ssd_block(**tensors, **sizes, group_size=64)
+        (2 * y).square().sum().backward()
+    assert tensors["projected"].grad.isfinite().all()
