@@ -23,7 +23,9 @@ from ssm_tune.architectures.configs import ATTENTION, MIXER, DecoderConfig
 from ssm_tune.architectures.layers import MLP, Attention, ResidualLinear, draw_linear, make_norm, rotary_positions
 from ssm_tune.mixers.attention import mask_documents, padding_mask, positions_of_row
 from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
-from ssm_tune.mixers.projections import project
+from ssm_tune.mixers.norms import add_and_normalise
+from ssm_tune.mixers.projections import autocast_dtype, project
+from ssm_tune.mixers.residual_stream import ResidualBlock, pass_through
 
 
 class Mixer(nn.Module):
@@ -34,7 +36,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
 
-class DecoderBlock(GradientCheckpointingLayer):
+class DecoderBlock(ResidualBlock, GradientCheckpointingLayer):
     """x + layer(norm(x)), the stream in float32 if the config says so."""
 
     def __init__(
@@ -56,27 +58,32 @@ class DecoderBlock(GradientCheckpointingLayer):
         else:
             self.mixer = MLP(config)
 
-    def forward(
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        """hidden_states, and the result: (batch, length, hidden). `arguments`: see `mix`."""
+        stream, added = self.mix(hidden_states, None, **arguments)
+        return stream + added
+
+    def mix(
         self,
-        hidden_states: Tensor,
+        stream: Tensor,
+        added: Tensor | None,
         *,
         cache: Any = None,
         seq_idx: Tensor | None = None,
         attention_mask: Any = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
-    ) -> Tensor:
-        """hidden_states, and the result: (batch, length, hidden). seq_idx: (batch, length) int32, -1 padding."""
-        residual = hidden_states.float() if self.residual_in_fp32 else hidden_states
-        x = self.norm(residual)
+    ) -> tuple[Tensor, Tensor]:
+        """See `ResidualBlock.mix`. seq_idx: (batch, length) int32, -1 padding."""
+        stream = stream.float() if self.residual_in_fp32 else stream
+        # Every kind of layer begins with linear ones.
+        stream, x = add_and_normalise(self.norm, stream, added, autocast_dtype(stream), nn.Module.__call__)
         if self.symbol == MIXER:
-            y = self.mixer(x, cache=cache, seq_idx=seq_idx)
-        elif self.symbol == ATTENTION:
+            return stream, self.mixer(x, cache=cache, seq_idx=seq_idx)
+        if self.symbol == ATTENTION:
             borders = {"attention_mask": attention_mask, "seq_idx": seq_idx}
-            y = self.mixer(x, cache=cache, rotary=rotary, **borders, **kwargs)
-        else:
-            y = self.mixer(x)
-        return residual + y
+            return stream, self.mixer(x, cache=cache, rotary=rotary, **borders, **kwargs)
+        return stream, self.mixer(x)
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
@@ -190,9 +197,12 @@ class DecoderModel(DecoderPreTrainedModel):
             cache = DynamicCache(config=self.config)
         attention = self._prepare_attention(x, attention_mask, position_ids, seq_idx if packed else None, cache)
         all_hidden_states = [x]
-        for layer in self.layers:
-            x = layer(x, cache=cache, seq_idx=seq_idx, **attention)
-            all_hidden_states.append(x)
+        if output_hidden_states:
+            for layer in self.layers:
+                x = layer(x, cache=cache, seq_idx=seq_idx, **attention)
+                all_hidden_states.append(x)
+        else:
+            x = pass_through(self.layers, x, cache=cache, seq_idx=seq_idx, **attention)
         x = self.norm_f(x)
         all_hidden_states[-1] = x
         return BaseModelOutputWithPast(

@@ -18,13 +18,14 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.documents import document_index, mask_labels
 from ssm_tune.mixers.layer_graphs import run_blocks
-from ssm_tune.mixers.norms import normalised
-from ssm_tune.mixers.projections import project
+from ssm_tune.mixers.norms import add_and_normalise, last_norm
+from ssm_tune.mixers.projections import input_dtype, project
+from ssm_tune.mixers.residual_stream import ResidualBlock, pass_through
 
 _renamed = deprecate_kwarg("cache_params", "5.40.0", new_name="cache")  # as stock does
 
 
-class Block(Patched):
+class Block(ResidualBlock, Patched):
     """Pre-norm and residual round a mixer."""
 
     @_renamed
@@ -36,14 +37,21 @@ class Block(Patched):
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """hidden_states, and the result: (batch, length, hidden), the residual stream.
+        """hidden_states, and the result: (batch, length, hidden), the residual stream."""
+        stream, added = self.mix(hidden_states, None, cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
+        return stream + added
+
+    def mix(self, stream: Tensor, added: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """See `ResidualBlock.mix`; `arguments` are the mixer's.
 
         The stream goes into the norm as it is, float32 if `residual_in_fp32`; stock rounds it to the norm's dtype
         before.
         """
-        residual = hidden_states.float() if self.residual_in_fp32 else hidden_states
-        normed = normalised(self.norm, residual)
-        return residual + self.mixer(normed, cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
+        stream = stream.float() if self.residual_in_fp32 else stream
+        mixer = self.mixer
+        dtype = input_dtype(mixer.in_proj, stream, mixer.conv1d.weight.dtype)
+        stream, normed = add_and_normalise(self.norm, stream, added, dtype)
+        return stream, mixer(normed, **arguments)
 
 
 class Backbone(Patched):
@@ -99,12 +107,13 @@ class Backbone(Patched):
             recorded = run_blocks(self, hidden_states, seq_idx)
         if recorded is not None:
             hidden_states = recorded
+        elif not output_hidden_states:
+            hidden_states = pass_through(self.layers, hidden_states, cache=cache, seq_idx=seq_idx)
         else:
             for block in self.layers:
                 hidden_states = block(hidden_states, cache=cache, seq_idx=seq_idx)
-                if output_hidden_states:
-                    all_hidden_states.append(hidden_states)
-        hidden_states = self.norm_f(hidden_states)
+                all_hidden_states.append(hidden_states)
+        hidden_states = last_norm(self.norm_f, hidden_states)
         all_hidden_states.append(hidden_states)
         output = _output_class(self, "Model", "Output")(
             last_hidden_state=hidden_states,

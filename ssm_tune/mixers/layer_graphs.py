@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ssm_tune.kernels.documents import without_waiting
+from ssm_tune.mixers.residual_stream import pass_through
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,7 @@ class _Blocks(nn.Module):
         # A tensor of this call's own: what is worked out of it is kept by tensor, and must be worked out in the graph.
         seq_idx = None if seq_idx is None else seq_idx.clone()
         with without_waiting():
-            for block in self.blocks:
-                hidden_states = block(hidden_states, seq_idx=seq_idx)
-        return hidden_states
+            return pass_through(self.blocks, hidden_states, seq_idx=seq_idx)
 
 
 class _Graph:

@@ -16,12 +16,27 @@ def project(linear: nn.Module, x: Tensor, quantised_dtype: torch.dtype | None = 
 
     `quantised_dtype`: for x where the weight is stored quantised and does not tell; None leaves x as it is.
     """
+    if not torch.is_autocast_enabled(x.device.type):
+        x = x.to(input_dtype(linear, x, quantised_dtype))
+    return linear(x)
+
+
+def input_dtype(linear: nn.Module, x: Tensor, quantised_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that `project(linear, x)` computes in: what x is cast to, here or by autocast."""
+    if torch.is_autocast_enabled(x.device.type):
+        return autocast_dtype(x)
     dtype = linear.weight.dtype
     if dtype not in _COMPUTE_DTYPES:
         dtype = quantised_dtype
-    if dtype is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        x = x.to(dtype)
-    return linear(x)
+    return x.dtype if dtype is None else dtype
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast gives x before a matrix product; x's own outside it, and float64 anywhere."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def project_without_bias(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
