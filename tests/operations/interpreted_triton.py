@@ -82,6 +82,14 @@ def norm_with_one_reader() -> None:
                 torch.testing.assert_close(torch.zeros(1) if ours is None else ours, _or_zero(theirs))
 
 
+def norm_of_the_rounded_sum() -> None:
+    """What is normed is what goes on, not the sum before it is rounded."""
+    stream, x, weight = (t.bfloat16() for t in norm_tensors(batch=1, length=9).values())
+    y, total = residual_norm_triton.residual_rms_norm(stream, x, weight, 1e-5, torch.float32)
+    assert total.dtype == torch.bfloat16
+    torch.testing.assert_close(y, reference.rms_norm(total.float(), weight, 1e-5), rtol=1e-5, atol=1e-6)
+
+
 def _or_zero(tensor: Tensor | None) -> Tensor:
     return torch.zeros(1) if tensor is None else tensor
 
@@ -180,6 +188,7 @@ CASES: dict[str, Callable[[], None]] = {
         tolerance=ROUNDED,
     ),
     "norm: one reader": norm_with_one_reader,
+    "norm: of the rounded sum": norm_of_the_rounded_sum,
     # The interpreter cuts what it makes bfloat16 off instead of rounding it.
     "norm: rounded as PyTorch's": lambda: assert_rounds_as_pytorch(residual_norm_triton.residual_rms_norm, slack=2.1),
     "nothing leaks": nothing_leaks,

@@ -52,6 +52,7 @@ CASES = (
     "norm: bfloat16",
     "norm: bfloat16 from a float32 stream",
     "norm: one reader",
+    "norm: of the rounded sum",
     "norm: rounded as PyTorch's",
     "nothing leaks",
     "recomputed outputs",
