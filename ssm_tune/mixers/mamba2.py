@@ -19,6 +19,7 @@ from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.projections import project
+from ssm_tune.mixers.raw_parameters import weight_of
 from ssm_tune.mixers.states import continued, read_states, write_states
 
 
@@ -50,7 +51,7 @@ class Mamba2Mixer(Patched):
         A, D, dt_bias = self._recurrence()
         return kernels.ssd_block(
             projected,
-            self.conv1d.weight[:, 0],
+            weight_of(self.conv1d)[:, 0],
             self.conv1d.bias,
             A,
             D,
@@ -101,7 +102,7 @@ class Mamba2Mixer(Patched):
     def _norm(self) -> dict[str, Any]:
         """The gated norm, in the words of the kernels; no weight: no norm."""
         norm = self.norm
-        return {"norm_weight": norm.weight, "eps": norm.variance_epsilon, "group_size": norm.group_size}
+        return {"norm_weight": weight_of(norm), "eps": norm.variance_epsilon, "group_size": norm.group_size}
 
 
 class FalconH1Mixer(Mamba2Mixer):
@@ -119,7 +120,7 @@ class FalconH1Mixer(Mamba2Mixer):
         if not self.mamba_rms_norm:
             return {"norm_weight": None}
         return {
-            "norm_weight": self.norm.weight,
+            "norm_weight": weight_of(self.norm),
             "eps": self.norm.variance_epsilon,
             "group_size": self.intermediate_size // self.n_groups,
             "norm_before_gate": self.norm.norm_before_gate,

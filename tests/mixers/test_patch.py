@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraModel
 from rows import make_documents, packed, relative_error, run
 from tiny import KINDS, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -157,3 +158,25 @@ def test_other_models_are_refused() -> None:
         patch_model(gpt2)
     with pytest.raises(ValueError, match="no transformers model"):
         patch_model(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "zamba", "falcon_h1", "lfm2"])
+def test_an_adapter_on_a_convolution_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel reads the weight: such an adapter would be saved as it was born."""
+    model = patch_model(tiny_model(kind))
+    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Conv1d)}
+    monkeypatch.setattr(LoraModel, "_check_target_module_compatiblity", lambda *_: None)
+    rank = next(iter(convolutions.values())).groups
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=list(convolutions), init_lora_weights=False))
+    ids = torch.randint(6, 260, (1, 9))
+    for inputs in ({"use_cache": False}, {"use_cache": True}):
+        with pytest.raises(ValueError, match="it would never take part"):
+            adapted(input_ids=ids, **inputs)
+    with adapted.disable_adapter():
+        assert relative_error(adapted(input_ids=ids).logits, tiny_model(kind)(input_ids=ids).logits) < 1e-5
+
+
+def test_an_adapter_on_the_gated_norm_is_refused() -> None:
+    adapted = get_peft_model(patch_model(tiny_model("mamba2")), LNTuningConfig(target_modules=["mixer.norm"]))
+    with pytest.raises(ValueError, match="it would never take part"):
+        adapted(input_ids=torch.randint(6, 260, (1, 9)))
