@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _WANTED = "SSM_TUNE_SHARDED"
 _TRUE = ("true", "1", "yes")
+# torch's own, whose kernels take shards. Others (bitsandbytes', Adafactor) fail at their first step, or need sums over
+# whole tensors that they would take over a shard.
+_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,16 @@ def _refuse_others() -> None:
             )
     if mistakes:
         raise RecipeError(mistakes)
+
+
+def check_optimizer(sharding: Sharding | None, optimizer: str) -> None:
+    """Raises RecipeError if this optimizer (training.optim, as SFTConfig has it) cannot train sharded parameters."""
+    name = getattr(optimizer, "value", optimizer)  # SFTConfig has an enum, whose str() is another word
+    if sharding is not None and name not in _OPTIMIZERS:
+        raise RecipeError(
+            f"training.optim: {name} does not know sharded parameters. Use {', '.join(_OPTIMIZERS[:-1])} or "
+            f"{_OPTIMIZERS[-1]} (their state is sharded too), or --accelerate ddp."
+        )
 
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh:

@@ -35,7 +35,7 @@ from ssm_tune.recipe import RESOLVED, Recipe, RecipeError
 from ssm_tune.run_folder import KEPT_BASE, RUNNING, RunFolder, Stopped
 from ssm_tune.self_check import check_model
 from ssm_tune.settings import recipe_from_settings
-from ssm_tune.sharding import Sharding, describe_processes
+from ssm_tune.sharding import Sharding, check_optimizer, describe_processes
 from ssm_tune.shards import trained_tokenizer
 from ssm_tune.tokenizer import adopt_tokenizer, load_tokenizer
 from ssm_tune.trainer import SSMTrainer
@@ -206,6 +206,7 @@ def _prepare(job: Job, checkpoint: Path | None) -> tuple[PreTrainedTokenizerBase
     arguments, defaults = build_arguments(
         recipe, job.task, job.output_dir, has_eval=has_eval, checkpoint=checkpoint, sharding=job.sharding
     )
+    check_optimizer(job.sharding, arguments.optim)
     if job.model is not None:
         config = job.model.config
     elif recipe.model.name is not None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ssm_tune import cli, launch
-from ssm_tune.recipe import RecipeError
+from ssm_tune import cli, launch, workflow
+from ssm_tune.recipe import RecipeError, recipe_from_dict
 from ssm_tune.sharding import Sharding
 from ssm_tune.shipped import shipped, shipped_names
 
@@ -115,6 +115,15 @@ def test_a_config_in_processes_that_torchrun_started(handed: list[list[str]], mo
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(RecipeError, match="FSDP1 is not supported"):
         Sharding.from_environment()
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_32bit", "lion_32bit", "ademamix", "adafactor"])
+def test_optimizers_that_cannot_be_sharded_are_refused_before_data_and_weights(name: str) -> None:
+    recipe = recipe_from_dict({"training": {"optim": name}}, where="test", complete=False)
+    with pytest.raises(
+        RecipeError, match=r"training.optim: \w+ does not know sharded parameters. Use adamw_torch_fused"
+    ):
+        workflow._prepare(workflow.Job(recipe, "sft", sharding=Sharding()), None)
 
 
 @pytest.mark.parametrize(
