@@ -120,6 +120,13 @@ def test_training_speed_in_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_norm_speed_in_small() -> None:
+    lines = run("norm_speed.py", "--tokens", "4", TRITON_INTERPRET="1").splitlines()
+    assert [line[:25].split()[0] for line in lines[1:]] == ["mamba-130m"] * 2 + ["mamba-1.4b"] * 2
+    assert all(float(line.split()[-2]) > 0 for line in lines[1:])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_scan_speed_in_small() -> None:
     sizes = ("--batch", "1", "--length", "16", "--channels", "4", "--states", "2")

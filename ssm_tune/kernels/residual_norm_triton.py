@@ -29,7 +29,7 @@ def _read(pointer, row, stride, places, inside):
 
 
 @triton.jit
-def _forward_kernel(
+def residual_rms_norm_kernel(
     stream, x, weight, total, y, scales, dim, eps, stream_stride, x_stride, HAS_X: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -48,7 +48,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(
+def residual_rms_norm_backward_kernel(
     total, weight, scales, dy, dtotal, dstream, dx, dweight, rows, dim, total_stride,
     HAS_DTOTAL: tl.constexpr, HAS_DX: tl.constexpr, NEED_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ class _ResidualNorm(torch.autograd.Function):
         y = torch.empty(stream.shape, dtype=dtype, device=stream.device)
         scales = torch.empty(rows, dtype=torch.float32, device=stream.device)
         with device_of(stream):
-            _forward_kernel[(rows,)](
+            residual_rms_norm_kernel[(rows,)](
                 before, added, weight, total, y, scales, dim, eps, before.stride(0), added.stride(0),
                 HAS_X=x is not None, **_sizes(dim),
             )  # fmt: skip
@@ -133,7 +133,7 @@ class _ResidualNorm(torch.autograd.Function):
         dy = dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
         with device_of(total):
-            _backward_kernel[(programs,)](
+            residual_rms_norm_backward_kernel[(programs,)](
                 values, weight, scales, dy, dy if dtotal is None else dtotal, dstream, dstream if dx is None else dx,
                 shares, rows, dim, values.stride(0), HAS_DTOTAL=dtotal is not None,
                 HAS_DX=dx is not None and dx is not dstream, NEED_WEIGHT=need_weight, **sizes,
