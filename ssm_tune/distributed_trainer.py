@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl import SFTTrainer
 
 from ssm_tune import sharded_checkpoints as checkpoints
+from ssm_tune.data.loading import leave_signals_to_the_run
 from ssm_tune.optimizer import decayed_parameter_names
 from ssm_tune.rank_batches import FilledRows, filled_sampler, tell_epochs
 from ssm_tune.recipe import RecipeError
@@ -67,6 +69,19 @@ class DistributedTrainer(SFTTrainer):
         **kwargs: Any,
     ) -> Any:
         """Each row on one process; see `ssm_tune.rank_batches`."""
+        loader = self._loader_of_rows(dataset, description, batch_size, sampler_fn, **kwargs)
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's loader is round the one with the workers
+        inner.worker_init_fn = partial(leave_signals_to_the_run, then=inner.worker_init_fn)
+        return loader
+
+    def _loader_of_rows(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         processes = self.accelerator.num_processes
         if processes == 1 or self.args.dataloader_drop_last or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, **kwargs)

@@ -1,9 +1,10 @@
-"""Tokens per second, model FLOP utilisation, and the use of device and memory between two logs."""
+"""Tokens per second, model FLOP utilisation, waiting for data, and the use of device and memory between two logs."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class Throughput:
 
     MFU follows PaLM (Chowdhery et al. 2022, appendix B): 6 FLOPs per parameter and token, 4 where the parameter is
     frozen (no weight gradient), over the card's dense bf16 peak; it is left out on devices whose peak is not known.
+
+    data_wait_share is the share of the time, 0 to 1, in which the training loop was not given its next batch: rows
+    read, tokenised or put together then, or on their way from a worker. A GPU has work queued meanwhile, so it idles
+    for data at most that long. Near 0 the data keep up; else training.dataloader_num_workers reads further ahead. On
+    a GPU without training.dataloader_pin_memory, copies that wait for the GPU count too.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -41,6 +47,7 @@ class Throughput:
         self._tokens: torch.Tensor | int = 0
         self._restored = 0
         self._last = (0, 0, time.perf_counter())  # tokens, step, clock at the last log
+        self._waited = 0.0  # seconds, for data, since then
         self._busy = Utilization(device)
 
     @staticmethod
@@ -53,6 +60,19 @@ class Throughput:
     def start(self, step: int) -> None:
         """Start the clock: at the first step, after what has only to do with starting up."""
         self._last = (self.session_tokens(), step, time.perf_counter())
+        self._waited = 0.0
+
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """`batches`; the time that each takes to come is time waited for data."""
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.perf_counter() - begin
+            yield batch
 
     def count(self, inputs: dict[str, Any], rows: torch.Tensor | None = None) -> None:
         """Add a batch's real tokens: attention_mask of ones, or seq_idx of at least 0.
@@ -79,6 +99,7 @@ class Throughput:
         """Rates since the last call. Tokens are this process's own."""
         tokens, clock = self.session_tokens(), time.perf_counter()
         since_tokens, since_step, since_clock = self._last
+        waited, self._waited = self._waited, 0.0
         self._last = (tokens, step, clock)
         seconds = max(clock - since_clock, 1e-9)
         rate = (tokens - since_tokens) / seconds
@@ -86,6 +107,7 @@ class Throughput:
             "num_tokens": float(self.total_tokens()),
             "tokens_per_second": rate,
             "seconds_per_step": seconds / max(step - since_step, 1),
+            "data_wait_share": waited / seconds,
         }
         if self.peak_flops:
             logs["mfu"] = rate * self.flops_per_token / self.peak_flops

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from trl import SFTConfig
 
+from ssm_tune.data.loading import WORKERS
+from ssm_tune.data.stream_data import is_streamed
 from ssm_tune.recipe import Recipe, RecipeError
 from ssm_tune.sharding import Sharding
 
@@ -110,6 +112,8 @@ def build_arguments(
         raise RecipeError(f"{where}.eval_strategy: there is no evaluation data. Give data.eval or data.eval_fraction.")
     if resuming and given.get("eval_on_start"):
         chosen["eval_on_start"] = False  # it was done when the run began
+    if is_streamed(recipe.data) and not on_cpu(given):
+        default("dataloader_num_workers", WORKERS, "processes that read and tokenise ahead of the GPU")
     chosen |= _for_this_machine(given)
     accumulation = _accumulation(recipe, where)
     if accumulation is not None:
@@ -156,6 +160,8 @@ def _for_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     if not torch.cuda.is_available():
         chosen["dataloader_pin_memory"] = given.get("dataloader_pin_memory", False)
+    elif given.get("dataloader_pin_memory", True):
+        chosen["accelerator_config"] = {"non_blocking": True}  # a copy to the GPU that waits lets its work run out
     if on_cpu(given):
         chosen["use_cpu"] = True  # else TrainingArguments refuses bf16, and a GPU's recipe would not run on a CPU
     if world_size() > 1 and "ddp_find_unused_parameters" not in given:

@@ -21,12 +21,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ssm_tune.data.blocks import Block, ShardBlocks, StreamPlan
+from ssm_tune.data.loading import leave_signals_to_the_run, send
 from ssm_tune.recipe import RecipeError
 
 if TYPE_CHECKING:
     from trl import SFTConfig
 
 _REMEMBERED = 3  # blocks a shard whose documents' names are kept, for messages
+_CPU = torch.device("cpu")
 _HISTORY = 4  # batches beyond an optimizer step whose positions are kept: the trainer fetches some in advance
 
 Rows = Sequence[dict[str, Any]]
@@ -58,7 +60,10 @@ class TokenStream:
         collator: makes tensors of rows.
         rank, world_size: of the processes that share the rows.
         workers: processes that read and tokenise ahead; 0: none, it is done when a batch is due.
+        prefetch: blocks that a worker makes ahead; None: one of each of its shards, since a round of shards comes to
+            its blocks' ends at about the same time. A block is about a megabyte, or eight rows.
         accumulation: batches of an optimizer step.
+        device, pinned: where batches are put, and how (`ssm_tune.data.loading.send`).
         state: as from `state_at`, of all processes merged by `read_state`; None: from the beginning.
     """
 
@@ -71,14 +76,18 @@ class TokenStream:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
+        prefetch: int | None = None,
         accumulation: int = 1,
+        device: torch.device = _CPU,
+        pinned: bool = False,
         state: dict[str, Any] | None = None,
     ) -> None:
         self.plan, self.batch_size, self.collator = plan, batch_size, collator
         self.rank, self.world_size = rank, world_size
         step = math.gcd(world_size, plan.shards)
         owned = range(rank % step, plan.shards, step)
-        self.workers = min(workers, len(owned))
+        self.workers, self.prefetch = min(workers, len(owned)), prefetch
+        self.device, self.pinned = device, pinned
         begun = state["shards"] if state is not None else {}
         missing = [shard for shard in owned if state is not None and shard not in begun]
         if missing:
@@ -100,7 +109,7 @@ class TokenStream:
                 row += self.world_size
             self.batches += 1
             self.history.append((self.batches, self._positions()))
-            yield self.collator(rows)
+            yield send(self.collator(rows), self.device, pinned=self.pinned)
 
     def _row(self, row: int, next_block: Callable[[int], Block]) -> dict[str, Any]:
         number, shard = divmod(row, self.plan.shards)
@@ -138,7 +147,7 @@ class TokenStream:
         shares = [
             {shard: begun[shard] for shard in list(begun)[worker :: self.workers]} for worker in range(self.workers)
         ]
-        feeds = [iter(_loader(self.plan, share)) for share in shares]
+        feeds = [iter(_loader(self.plan, share, self.prefetch or len(share))) for share in shares]
         worker_of = {shard: worker for worker, share in enumerate(shares) for shard in share}
 
         def next_block(shard: int) -> Block:
@@ -173,14 +182,15 @@ class _BlockFeed(IterableDataset):
             yield error.mistakes  # raised here, its traceback would become part of the message
 
 
-def _loader(plan: StreamPlan, begun: dict[int, tuple[int, dict[str, Any]]]) -> DataLoader:
+def _loader(plan: StreamPlan, begun: dict[int, tuple[int, dict[str, Any]]], prefetch: int) -> DataLoader:
     # A generator of its own: else the loader's seed would be drawn from the run's random numbers.
     return DataLoader(
         _BlockFeed(plan, begun),
         batch_size=None,
         num_workers=1,
         collate_fn=_unchanged,
-        prefetch_factor=2,
+        prefetch_factor=prefetch,
+        worker_init_fn=leave_signals_to_the_run,
         generator=torch.Generator(),
     )
 
@@ -200,7 +210,10 @@ def make_stream(
         rank=arguments.process_index,
         world_size=arguments.world_size,
         workers=arguments.dataloader_num_workers,
+        prefetch=arguments.dataloader_prefetch_factor,
         accumulation=arguments.gradient_accumulation_steps,
+        device=arguments.device,
+        pinned=arguments.device.type == "cuda" and arguments.dataloader_pin_memory,
         state=None if checkpoint is None else read_state(checkpoint),
     )
 
