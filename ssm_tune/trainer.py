@@ -29,6 +29,7 @@ from trl import SFTConfig
 from ssm_tune import adapter
 from ssm_tune.data.stream import TokenStream, write_state
 from ssm_tune.distributed_trainer import DistributedTrainer
+from ssm_tune.finite import FiniteWatch, Watched
 from ssm_tune.model import load_model
 from ssm_tune.optimizer import decayed_parameter_names
 from ssm_tune.peers import current
@@ -106,9 +107,7 @@ class SSMTrainer(DistributedTrainer):
         self.row_name = row_name
         self.sums = {"train": LossSums(), "eval": LossSums()}
         self.throughput: Throughput | None = None
-        self._unchecked: list[
-            tuple[int, torch.Tensor | None, torch.Tensor]
-        ] = []  # step, rows, value: perhaps not finite
+        self.watch = FiniteWatch()
         self._staging: Path | None = None  # where a checkpoint is being written
         super().__init__(
             model=model,
@@ -168,7 +167,7 @@ class SSMTrainer(DistributedTrainer):
         rows = inputs.pop("rows", None)
         training = self.model.training
         if training:
-            self.check_finite()
+            self._stop_at(self.watch.next_batch())
             self.throughput.count(inputs, rows)
         if return_outputs or self.label_smoother is not None or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -194,31 +193,33 @@ class SSMTrainer(DistributedTrainer):
         return loss
 
     def _expect_finite(self, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Note a value to be checked: at once on the CPU; elsewhere one micro-batch later, when it costs no waiting."""
-        self._unchecked.append((self.state.global_step + 1, rows, value))
+        """Stop at a value that is not finite: at once on the CPU, elsewhere when reading it costs no waiting."""
+        self.watch.add(self.state.global_step + 1, value, rows)
         if value.device.type == "cpu":
             self.check_finite()
 
     def check_finite(self) -> None:
         """Raises Stopped, naming step, rows and the last good checkpoint, if a loss or gradient norm was not finite."""
-        pending, self._unchecked = self._unchecked, []
-        for step, rows, value in pending:
-            if torch.isfinite(value).all():
-                continue
-            numbers = [] if rows is None else [row for row in rows.flatten().tolist() if row >= 0]
-            what = f"the loss is {value.item()}" if numbers else f"the norm of the gradients is {value.item()}"
-            where = f" on {', '.join(self.row_name(number) for number in numbers[:20])}" if numbers else ""
-            more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
-            found = self.folder.list_checkpoints()
-            good = (
-                f"The last good checkpoint is {found[-1]}; --resume goes on from it."
-                if found
-                else "No checkpoint was written yet."
-            )
-            raise Stopped(
-                f"step {step}: {what}{where}{more}. {good} A lower training.learning_rate or max_grad_norm, "
-                "or leaving those rows out, usually helps."
-            )
+        self._stop_at(self.watch.rest())
+
+    def _stop_at(self, found: Watched | None) -> None:
+        if found is None:
+            return
+        step, rows, value = found
+        numbers = [] if rows is None else [row for row in rows.flatten().tolist() if row >= 0]
+        what = f"the loss is {value.item()}" if numbers else f"the norm of the gradients is {value.item()}"
+        where = f" on {', '.join(self.row_name(number) for number in numbers[:20])}" if numbers else ""
+        more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
+        found = self.folder.list_checkpoints()
+        good = (
+            f"The last good checkpoint is {found[-1]}; --resume goes on from it."
+            if found
+            else "No checkpoint was written yet."
+        )
+        raise Stopped(
+            f"step {step}: {what}{where}{more}. {good} A lower training.learning_rate or max_grad_norm, "
+            "or leaving those rows out, usually helps."
+        )
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)

@@ -2,7 +2,7 @@
 
 Indices of the tokens concerned are cheaper than masks over whole activations, but finding them waits for the device.
 Every layer of a model is given the same `seq_idx`, so that it is done once a batch. Where the device must not be waited
-for, while a CUDA graph is captured, there are masks only (`without_waiting`).
+for, while a CUDA graph is captured, there is no padding (`without_waiting`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Documents(NamedTuple):
         starts: rows and columns of the tokens before which the state is set to zero. padding: rows and columns of the
         tokens that are padding; `is_padding` (batch, length), or None if there is none. marked: `number` with -1 on
         padding. gaps: whether padding stands between the tokens of a document, so that a window would have to reach
-        over it. Found without waiting, `starts` and `padding` are None, `is_padding` never is, and `gaps` is False.
+        over it. Found without waiting, `starts`, `padding` and `is_padding` are None, and `gaps` is False.
     """
 
     number: Tensor
@@ -47,7 +47,7 @@ _local = threading.local()
 @contextmanager
 def without_waiting() -> Iterator[None]:
     """Within, and in this thread, documents are found without looking at values: for a CUDA graph, which is run again
-    with others. The caller answers for there being no padding inside a document."""
+    with others. The caller answers for there being no padding."""
     before, _local.waits = getattr(_local, "waits", True), False
     try:
         yield
@@ -71,7 +71,7 @@ def _find_documents(seq_idx: Tensor) -> Documents:
     starts, padding = starts_and_padding(seq_idx, *seq_idx.shape, seq_idx.device)
     if not getattr(_local, "waits", True):
         number = starts.cumsum(1).to(torch.int32)
-        return Documents(number, None, None, padding, number.masked_fill(padding, -1), gaps=False)
+        return Documents(number, None, None, None, number, gaps=False)
     within = (~padding).cumsum(1)[:, :-1] > 0
     after_padding = ~padding[:, 1:] & padding[:, :-1] & ~starts[:, 1:] & within
     pads = padding.nonzero(as_tuple=True)

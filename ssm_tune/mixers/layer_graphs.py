@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ssm_tune.kernels.documents import without_waiting
+from ssm_tune.kernels.reference import PADDING
 from ssm_tune.mixers.residual_stream import pass_through
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,11 @@ class _Blocks(nn.Module):
         self.blocks = blocks
 
     def forward(self, hidden_states: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        # A tensor of this call's own: what is worked out of it is kept by tensor, and must be worked out in the graph.
-        seq_idx = None if seq_idx is None else seq_idx.clone()
+        if seq_idx is not None:
+            # Padding becomes a document of its own, to be computed like any other: nobody reads what comes of it, and
+            # clearing it in every layer would take passes over whole activations, in each batch, with padding or not.
+            # And a tensor of this call's own: what is worked out of it is kept by tensor, and belongs in the graph.
+            seq_idx = torch.where(seq_idx == PADDING, PADDING - 1, seq_idx)
         with without_waiting():
             return pass_through(self.blocks, hidden_states, seq_idx=seq_idx)
 
