@@ -148,13 +148,14 @@ class AdapterSection:
 class KernelsSection:
     """order: which kernels are tried, first to last, by source or by name. required: a slow fallback is an error.
 
-    graphs: train batches of one shape by CUDA graphs of the blocks, where a small model waits for launches.
+    graphs: train batches of one shape by CUDA graphs of the blocks, so that the GPU never waits for launches. null: on
+    one GPU, for packed rows of models that are state-space layers only, trained without checkpointing or quantisation.
     """
 
     order: list[str] | None = _setting(choices=KERNELS)
     required: bool = False
     self_check: bool = True
-    graphs: bool = False
+    graphs: bool | None = None
 
 
 @dataclass

@@ -25,7 +25,8 @@ from ssm_tune.data.stream import make_stream
 from ssm_tune.data.stream_data import is_streamed, prepare_stream
 from ssm_tune.families import family_of, refusals
 from ssm_tune.faults import told
-from ssm_tune.kernels import kernel_report, set_kernel_order
+from ssm_tune.kernel_settings import choose_graphs, choose_kernels
+from ssm_tune.kernels import kernel_report
 from ssm_tune.mixers import patch_model
 from ssm_tune.mixers.layer_graphs import layer_graphs
 from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
@@ -159,30 +160,20 @@ def _train(job: Job) -> Run:
                 logger.warning("--resume: no checkpoint was written yet; the run starts from its beginning.")
             if job.is_main:
                 _write_recipe(job, folder)
-            _choose_kernels(job)
+            choose_kernels(job.recipe, is_sharded=job.sharding is not None)
             tokenizer, data, arguments, defaults = _prepare(job, checkpoint)
             model = _build_model(job, folder, tokenizer)
             trainer = _build_trainer(job, folder, model, tokenizer, data, arguments, checkpoint, signals)
-            checked = _check_itself(job.recipe, trainer, packing=_is_packed(job))
+            is_packed, is_sharded = _is_packed(job), job.sharding is not None
+            checked = _check_itself(job.recipe, trainer, packing=is_packed)
+            graphs, why = choose_graphs(
+                job.recipe, trainer.model, trainer.args, is_packed=is_packed, is_sharded=is_sharded
+            )
             if job.is_main:
-                _announce(job, folder, trainer, data, [*defaults, *checked])
-            with layer_graphs(job.recipe.kernels.graphs):
+                _announce(job, folder, trainer, data, [*defaults, *checked, *why])
+            with layer_graphs(graphs):
                 _fit(trainer, folder, checkpoint, signals)
             return close_run(trainer, folder, job.recipe, job.task, data)
-
-
-def _choose_kernels(job: Job) -> None:
-    recipe = job.recipe
-    where = recipe.source or "recipe"
-    try:
-        set_kernel_order(recipe.kernels.order, recipe.kernels.required)
-    except ValueError as error:
-        raise RecipeError(f"{where}: {error}") from error
-    if recipe.kernels.graphs and job.sharding is not None:
-        raise RecipeError(
-            f"{where}: kernels.graphs: a CUDA graph cannot gather sharded weights. Set it to false, or train without "
-            "FSDP."
-        )
 
 
 def _is_packed(job: Job) -> bool:

@@ -37,10 +37,26 @@ def layer_graphs(on: bool = True) -> Iterator[None]:
     global _on
     before, _on = _on, on
     try:
-        yield
+        with _parameters_of_another_stream():
+            yield
     finally:
         _on = before
         _graphs.clear()  # and with them the memory that they keep
+
+
+@contextmanager
+def _parameters_of_another_stream() -> Iterator[None]:
+    """Autograd warns that it meets parameters on another stream than the one that it first met them on: recording
+    needs a stream of its own."""
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if warn is None or not _on:
+        yield
+        return
+    warn(False)
+    try:
+        yield
+    finally:
+        warn(True)
 
 
 def run_blocks(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor | None:
@@ -86,10 +102,12 @@ class _Graph:
         self.recorded: tuple[Any, ...] | None = None
         self.replay: Callable[..., Tensor] | None = None
         self.failed = False
+        self.accumulating = False
 
     def run(self, backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor | None:
         key = _key(backbone, hidden_states, seq_idx)
         if self.replay is not None and key == self.recorded:
+            self._save_gradients(backbone)
             return self.replay(hidden_states) if seq_idx is None else self.replay(hidden_states, seq_idx)
         twice, self.seen = key == self.seen, key
         if self.failed or self.replay is not None or not twice:
@@ -108,6 +126,18 @@ class _Graph:
             return None
         self.recorded = key
         return self.run(backbone, hidden_states, seq_idx)
+
+    def _save_gradients(self, backbone: nn.Module) -> None:
+        """Gradients are the graph's own memory, which playing it again writes over: one that is to be added to, since
+        another micro-batch comes before the optimizer's step, is copied out of it."""
+        trained = [parameter for parameter in backbone.layers.parameters() if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in trained):
+            self.accumulating = False
+        elif not self.accumulating:
+            self.accumulating = True
+            for parameter in trained:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
 
 def _key(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> tuple[Any, ...]:

@@ -138,3 +138,25 @@ def test_on_a_gpu_graphs_compute_what_the_blocks_compute(
             assert layer_graphs._graphs[model.backbone].replay is not None, caplog.text
     for one, truth in zip(found, expected, strict=True):
         assert_same(one, truth, 1e-2 if dtype == torch.float32 else 5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_on_a_gpu_gradients_of_several_batches_add_up(kind: str) -> None:
+    """Playing a graph writes over the memory in which it left the gradients of the batch before."""
+    model = model_of(kind).cuda()
+    batches = [(documents(20, 28), 0), (documents(7, 30), 1), (documents(48), 2)]
+
+    def accumulate() -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        for borders, seed in batches:
+            ids = torch.randint(3, 60, (1, LENGTH), generator=torch.Generator().manual_seed(seed)).cuda()
+            model(input_ids=ids, labels=ids, seq_idx=borders.cuda()).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = accumulate()
+    with graphs():
+        for _ in range(3):
+            found = accumulate()
+        assert layer_graphs._graphs[model.backbone].replay is not None
+    assert_same(found, expected, 1e-2)
