@@ -13,6 +13,28 @@ from transformers import TrainerCallback
 GIB = 2**30
 
 
+class GraphMemory:
+    """What CUDA graphs keep for themselves: it counts as in use, whether a tensor is in it at the moment or not.
+
+    total: bytes of it; live: of tensors in it, which the allocator counts too; gradients: of the gradients in it.
+    """
+
+    def __init__(self) -> None:
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+        self.total = sum(segment["total_size"] for segment in segments)
+        self.live = sum(segment["allocated_size"] for segment in segments)
+        self.gradients = 0
+        self._ranges = [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
+
+    def bytes_outside(self, gradient: torch.Tensor) -> int:
+        """Bytes of a gradient, 0 if a graph has it, which is noted."""
+        size = gradient.numel() * gradient.element_size()
+        if any(begin <= gradient.data_ptr() < end for begin, end in self._ranges):
+            self.gradients += size
+            return 0
+        return size
+
+
 class Meter:
     """Told where steps begin and end; times some after the first few, then looks at memory in one more.
 
@@ -49,20 +71,21 @@ class Meter:
     def _watch(self, model: nn.Module) -> None:
         torch.cuda.synchronize()
         self.watching = True
-        self._resident, self._gradients = torch.cuda.memory_allocated(), 0
+        self._pools = GraphMemory()
+        self._resident, self._gradients = torch.cuda.memory_allocated() - self._pools.live, 0
         torch.cuda.reset_peak_memory_stats()
 
         def finished(parameter: torch.Tensor) -> None:
             self._stretch()
-            self._gradients += parameter.grad.numel() * parameter.grad.element_size()
+            self._gradients += self._pools.bytes_outside(parameter.grad)
 
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(finished))
 
     def _stretch(self) -> None:
-        highest = torch.cuda.max_memory_allocated()
-        self.peak = max(self.peak, highest)
+        highest = torch.cuda.max_memory_allocated() - self._pools.live
+        self.peak = max(self.peak, highest + self._pools.total)
         self.activations = max(self.activations, highest - self._resident - self._gradients)
         torch.cuda.reset_peak_memory_stats()
 
@@ -76,7 +99,8 @@ class Meter:
         if self.step_profile is not None and self.step_profile.running:
             return self.step_profile.step_ended()
         if self.watching:
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self._stretch()
+            self.activations += self._pools.total - self._pools.gradients
             for handle in self._handles:
                 handle.remove()
             self.watching, self.watched = False, True
