@@ -21,6 +21,7 @@ from ssm_tune.kernels.triton_conv_kernels import conv_kernel, conv_slope_kernel
 _WIDEST = 8
 # Tokens and channels of a program, its warps, and how many blocks of tokens one goes through in the backward pass.
 _TOKENS, _BLOCK, _WARPS, _ROUNDS = 8, 128, 4, 32
+_MOST_BLOCKS = 65535  # of tokens: what a launch takes in its second dimension
 _Windows = tuple[Tensor, Tensor]
 _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -38,13 +39,16 @@ def causal_conv1d(
     """The operation of `ssm_tune.kernels.causal_conv1d`; everything is computed in float32.
 
     Raises:
-        Unsupported: float64, or a width beyond 8.
+        Unsupported: float64, a width beyond 8, or more tokens in a row than a launch takes (half a million).
     """
     width = weight.shape[-1]
     if torch.float64 in {x.dtype, weight.dtype}:
         raise Unsupported("float64 is computed in PyTorch only")
     if width > _WIDEST:
         raise Unsupported(f"a width of {width}, at most {_WIDEST}")
+    most = _MOST_BLOCKS * _TOKENS - (width - 1)
+    if x.shape[1] > most:
+        raise Unsupported(f"{x.shape[1]} tokens in a row, at most {most}")
     rows, head = x, 0
     if initial_state is not None:
         rows, head = torch.cat([initial_state.transpose(1, 2).to(x.dtype), x], dim=1), width - 1

@@ -25,6 +25,8 @@ from comparison import (
     seq_idx_of,
 )
 
+from ssm_tune.kernels.backends import Unsupported
+
 HERE = Path(__file__).parent
 CASES = (
     "scan: documents",
@@ -103,6 +105,15 @@ def triton_conv() -> ModuleType:
     from ssm_tune.kernels import triton_conv
 
     return triton_conv
+
+
+def test_conv_of_more_tokens_than_a_launch_takes_is_refused() -> None:
+    pytest.importorskip("triton")
+    from ssm_tune.kernels import triton_conv
+
+    x, weight = torch.empty(1, 1, 1).expand(1, 8 * 65535, 1), torch.ones(1, 4)
+    with pytest.raises(Unsupported, match="524280 tokens in a row, at most 524277"):
+        triton_conv.causal_conv1d(x, weight)
 
 
 @pytest.mark.gpu
