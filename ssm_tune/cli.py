@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         return _end(f"{stopped}\nContinue with: {_resuming(arguments)}", stopped.exit_code, silent=stopped.told)
     except KeyboardInterrupt:
-        return _end("interrupted", 130)
+        return _end("interrupted", 130, silent=_rank() > 0)  # a signal comes to all
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -79,7 +79,8 @@ def _end(message: str, code: int, *, silent: bool = False) -> int:
     if _rank() > 0 and not silent:  # it mostly meets the mistake that rank 0 tells; it speaks if that has not ended it
         time.sleep(10 if others is None else 2)
     if others is None:
-        _say(message)
+        if not silent:
+            _say(message)
         return code
     if not silent and others.claim(message):
         _say(message)

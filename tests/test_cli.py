@@ -115,6 +115,20 @@ def test_exit_codes(
     assert captured.err == message
 
 
+def test_an_interrupt_is_told_by_rank_0_alone(
+    recipe: str, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_peers", lambda: None)  # they have not met yet
+    monkeypatch.setattr(cli.time, "sleep", lambda _: None)
+    fail_with(monkeypatch, KeyboardInterrupt())
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(["sft", recipe]) == 130
+        told.append(capsys.readouterr().err)
+    assert told == ["interrupted\n", ""]
+
+
 def test_launched_processes_tell_the_command_of_the_launcher(
     recipe: str,
     calls: list[tuple[Any, ...]],
