@@ -202,6 +202,7 @@ def kernel_names() -> list[str]:
     return [*SOURCES, *sorted({backend.name for backend in BACKENDS} - set(SOURCES))]
 
 
+@torch.compiler.disable  # torch.compile cuts its graphs here: which backend serves is found by calling
 def call(operation: str, *args: Any, **kwargs: Any) -> Any:
     """Run `operation` with the first backend that works on the device of its first argument and can serve the call."""
     device = args[0].device

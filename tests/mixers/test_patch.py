@@ -180,3 +180,15 @@ def test_an_adapter_on_the_gated_norm_is_refused() -> None:
     adapted = get_peft_model(patch_model(tiny_model("mamba2")), LNTuningConfig(target_modules=["mixer.norm"]))
     with pytest.raises(ValueError, match="it would never take part"):
         adapted(input_ids=torch.randint(6, 260, (1, 9)))
+
+
+def test_a_compiled_block_computes_the_same() -> None:
+    """Graphs are cut round the kernels, some of which no compiler can look into."""
+    block = patch_model(tiny_model("mamba")).backbone.layers[0]
+    hidden = torch.randn(1, 20, 32, requires_grad=True)
+    seq_idx = torch.tensor([[0] * 9 + [1] * 11], dtype=torch.int32)
+    wanted = block(hidden, seq_idx=seq_idx)
+    gradient = torch.autograd.grad(wanted.square().sum(), hidden)[0]
+    got = torch.compile(block, backend="eager")(hidden, seq_idx=seq_idx)
+    assert relative_error(got, wanted) < 1e-6
+    assert relative_error(torch.autograd.grad(got.square().sum(), hidden)[0], gradient) < 1e-6
