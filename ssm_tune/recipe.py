@@ -50,7 +50,7 @@ COLUMN_NAMES = (
 # own; PyTorch), or single kernels. Of ssm_tune.kernels, which imports torch; a test holds the two together.
 KERNELS = (
     *("installed", "hub", "ours", "pytorch"),
-    *("causal_conv1d", "chunked", "gathered", "mamba_ssm", "numba", "parts", "reference", "triton"),
+    *("causal_conv1d", "chunked", "cuda", "gathered", "mamba_ssm", "numba", "parts", "reference", "triton"),
 )
 
 

@@ -94,6 +94,7 @@ def _hub(operation: str, module: str, package: Package, errors: tuple[str, ...] 
 # The order within an operation is the order of preference.
 BACKENDS = (
     Backend("selective_scan", "numba", "cpu_scan", _CPU, "numba", _NUMBA),
+    Backend("selective_scan", "cuda", "cuda_scan", _CUDA, "torch"),
     Backend("selective_scan", "triton", "triton_scan", _CUDA, "triton", _TRITON),
     Backend("selective_scan", "mamba_ssm", "mamba_ssm_scan", _CUDA, "mamba_ssm", _TRITON),
     _hub("selective_scan", "mamba_ssm_scan", HUB_MAMBA_SSM, _TRITON),

@@ -32,7 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     devices = {("cuda",): ("cpu",), ("cpu",): ("none",)}
     table = [dataclasses.replace(b, devices=devices.get(b.devices, b.devices)) for b in backends.BACKENDS]
     # Our own kernels for a GPU need one, and have tests of their own.
-    monkeypatch.setattr(backends, "BACKENDS", tuple(b for b in table if b.package not in ("triton", "numba")))
+    monkeypatch.setattr(backends, "BACKENDS", tuple(b for b in table if b.source != "ours"))
     monkeypatch.setattr(backends, "_settings", backends._Settings())
     monkeypatch.setattr(packages, "_loaded", {})
     monkeypatch.setitem(sys.modules, "kernels", None)

@@ -57,7 +57,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     table = [
         dataclasses.replace(b, devices=devices.get(b.devices, b.devices))
         for b in backends.BACKENDS
-        if b.package != "triton"
+        if b.source != "ours"
     ]
     monkeypatch.setattr(backends, "BACKENDS", tuple(table))
 

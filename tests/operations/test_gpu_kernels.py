@@ -50,7 +50,7 @@ def required_kernels() -> Iterator[None]:
 
 def test_every_operation_has_its_kernel() -> None:
     for choice in kernels.kernel_report("cuda"):
-        assert choice.backend in ("mamba_ssm", "causal_conv1d", "triton"), choice
+        assert choice.backend in ("mamba_ssm", "causal_conv1d", "cuda", "triton"), choice
         assert choice.reason == "", choice
 
 

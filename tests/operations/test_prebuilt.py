@@ -54,7 +54,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     table = [
         dataclasses.replace(b, devices=devices.get(b.devices, b.devices))
         for b in backends.BACKENDS
-        if b.package != "triton"
+        if b.source != "ours"
     ]
     monkeypatch.setattr(backends, "BACKENDS", tuple(table))
     repositories = {

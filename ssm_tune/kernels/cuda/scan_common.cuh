@@ -1,0 +1,156 @@
+// What both directions of Mamba-1's selective scan have in common.
+//
+// Layout. A block has four warps and works on 32 channels of one row, from its first token to its last. A warp has
+// eight channels and four lanes for each: lane 8 q + c holds the states q S ... q S + S - 1 of channel c in registers
+// (S = STATES / 4). All lanes of a warp are at the same token, so that a document's start is a branch for all.
+//
+// Tokens come in tiles of 16: each of the 128 threads copies four channels of one token of every input to shared
+// memory while the tile before is computed, does the arithmetic that is the same for all states (softplus, gates) on
+// them once, and leaves float32 for all. B and C are read by all channels.
+//
+// Given by the compiler's options: STATES (4, 8, 16, 32), ELEMENT (0 bfloat16, 1 float16, 2 float32), HAS_Z, SOFTPLUS.
+
+constexpr int WARPS = 4, THREADS = 128, CHANNELS = 32, TILE = 16, CHUNK = 128;
+constexpr int S = STATES / 4;
+constexpr int BC = 2 * STATES;                 // B and C of a token, side by side
+constexpr int BC_VECTORS = TILE * BC / 4;      // fours of them in a tile
+constexpr int BC_TURNS = (BC_VECTORS + THREADS - 1) / THREADS;
+constexpr int BLOCKS = STATES <= 16 ? 4 : 2;   // wanted on a multiprocessor
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+#if ELEMENT == 2
+typedef Float4 Vector;
+typedef float Element;
+#else
+typedef Half4 Vector;
+typedef unsigned short Element;
+#endif
+constexpr int BYTES = sizeof(Vector);
+
+// A tensor of tokens: channels, or states, of each are side by side; rows and tokens are so many bytes apart.
+struct Tokens {
+  unsigned char* data;
+  long long row;
+  int token;
+};
+
+__device__ __forceinline__ Vector* at(const Tokens& tensor, int row, int token, int place) {
+  return reinterpret_cast<Vector*>(tensor.data + row * tensor.row + (long long)token * tensor.token +
+                                   place * (int)sizeof(Element));
+}
+
+__device__ __forceinline__ void unpack(const Vector& vector, float (&v)[4]) {
+#if ELEMENT == 2
+  for (int i = 0; i < 4; ++i) v[i] = vector.v[i];
+#elif ELEMENT == 1
+  v[0] = lower_half(vector.x), v[1] = upper_half(vector.x), v[2] = lower_half(vector.y), v[3] = upper_half(vector.y);
+#else
+  v[0] = from_bits(vector.x << 16), v[1] = from_bits(vector.x & 0xffff0000u);
+  v[2] = from_bits(vector.y << 16), v[3] = from_bits(vector.y & 0xffff0000u);
+#endif
+}
+
+__device__ __forceinline__ Vector pack(const float (&v)[4]) {
+  Vector vector;
+#if ELEMENT == 2
+  for (int i = 0; i < 4; ++i) vector.v[i] = v[i];
+#elif ELEMENT == 1
+  vector.x = pair_of_halves(v[0], v[1]), vector.y = pair_of_halves(v[2], v[3]);
+#else
+  vector.x = pair_of_bfloats(v[0], v[1]), vector.y = pair_of_bfloats(v[2], v[3]);
+#endif
+  return vector;
+}
+
+// S numbers of a lane, as wide as they can be read.
+struct __align__(S >= 4 ? 16 : 4 * S) States {
+  float v[S];
+};
+
+__device__ __forceinline__ States no_states() {
+  States states;
+#pragma unroll
+  for (int j = 0; j < S; ++j) states.v[j] = 0.f;
+  return states;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E)); }
+
+// log(1 + e^x), and its slope. The series keeps small steps exact, where 1 + e^x rounds.
+__device__ __forceinline__ float softplus(float x, float* slope = nullptr) {
+  float e = exp2_fast(x * LOG2_E);
+  float series = e * (1.f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
+  float y = e < 0.03125f ? series : log2_fast(1.f + e) * LN_2;
+  if (slope) *slope = x > 20.f ? 1.f : e * reciprocal(1.f + e);
+  return x > 20.f ? x : y;
+}
+
+// The step of the recurrence, and its slope.
+__device__ __forceinline__ float step_size(float dt, float* slope = nullptr) {
+#if SOFTPLUS
+  return softplus(dt, slope);
+#else
+  if (slope) *slope = 1.f;
+  return dt;
+#endif
+}
+
+// Which tokens of a tile are a document's first, and which are padding or beyond the row: a bit each.
+struct Marks {
+  unsigned starts, padding;
+};
+
+// The lowest bit of each of eight bytes as eight bits.
+__device__ __forceinline__ unsigned gather_bits(unsigned long long bytes) {
+  return (unsigned)(((bytes & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
+}
+
+// codes: of the tile's 16 tokens, a byte each: 1 start, 2 padding; nullptr where there are none.
+__device__ __forceinline__ Marks read_marks(const unsigned long long* codes, int first, int length) {
+  Marks marks = {0u, 0u};
+  if (codes) {
+    unsigned long long low = codes[0], high = codes[1];
+    marks.starts = gather_bits(low) | gather_bits(high) << 8;
+    marks.padding = gather_bits(low >> 1) | gather_bits(high >> 1) << 8;
+  }
+  if (length - first < TILE) marks.padding |= 0xffffu << (length - first) & 0xffffu;
+  return marks;
+}
+
+// A warp copies the codes of a tile; rows are whole eights of bytes.
+__device__ __forceinline__ void copy_codes(unsigned long long* to, const unsigned char* codes, long long stride,
+                                           int row, int first, int lane) {
+  if (codes && lane < 2) {
+    bool valid = first + 8 * lane < stride;
+    copy_later<8>(to + lane, codes + row * stride + first + 8 * lane, valid);
+  }
+}
+
+// Copies B and C of a tile, every thread some; C only if `both`.
+__device__ __forceinline__ void copy_BC(Vector* to, const Tokens& B, const Tokens& C, int row, int first, int length,
+                                        bool both, int thread) {
+#pragma unroll
+  for (int turn = 0; turn < BC_TURNS; ++turn) {
+    const int i = thread + turn * THREADS, token = first + i / (2 * S), part = i % (2 * S);
+    if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
+    const Tokens& tensor = part < S ? B : C;
+    copy_later<BYTES>(to + i, at(tensor, row, token, part % S * 4), token < length && (both || part < S));
+  }
+}
+
+// What `copy_BC` copied for this thread, as float32 for all; zero for padding.
+__device__ __forceinline__ void widen_BC(float* to, const Vector* from, unsigned padding, int thread) {
+#pragma unroll
+  for (int turn = 0; turn < BC_TURNS; ++turn) {
+    const int i = thread + turn * THREADS;
+    if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
+    Float4 wide;
+    unpack(from[i], wide.v);
+    if (padding >> i / (2 * S) & 1u) wide = Float4{{0.f, 0.f, 0.f, 0.f}};
+    reinterpret_cast<Float4*>(to)[i] = wide;
+  }
+}
+
+__device__ __forceinline__ Float4 read_vector(const float* vector, int channel, bool here) {
+  return vector && here ? *reinterpret_cast<const Float4*>(vector + channel) : Float4{{0.f, 0.f, 0.f, 0.f}};
+}

@@ -1,0 +1,305 @@
+"""Mamba-1's selective scan in CUDA C++ (`kernels/cuda`), compiled at run time: documents built in, both directions.
+
+It needs neither an extension, nor Triton, nor a compiler: only the NVRTC of PyTorch's own wheels. Inputs and outputs
+are (batch, length, dim) as the projections beside it give and take them. A row is done in one go by blocks of 32
+channels, so that nothing has to be known beforehand. Forward keeps the state before every 128 tokens, from which
+backward works. How it is laid out: `cuda/scan_common.cuh`; why: benchmarks/NOTES.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
+from ssm_tune.kernels.runtime_compile import Kernel, compiled
+from ssm_tune.kernels.triton_scan_documents import find_codes
+
+# As in scan_common.cuh.
+THREADS, CHANNELS, TILE, CHUNK, SEGMENT = 128, 32, 16, 128, 8
+STATES = (4, 8, 16, 32)
+_ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_BLOCKS = 4  # of a multiprocessor
+_MOST_ROWS = 65535  # of a grid
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    seq_idx: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.selective_scan`; everything is computed in float32.
+
+    In bfloat16 and float16 the terms of dB and dC are cut to 11 bits before they are summed (TF32), which is finer
+    than the result. Inputs of several dtypes are all read as float32.
+
+    Raises:
+        Unsupported: a dtype, a number of states or channels that the kernel is not written for, or nothing to do.
+    """
+    given = [t for t in (x, dt, B, C, z) if t is not None]
+    _check(given, A.shape[-1])
+    dtype = x.dtype
+    if len({t.dtype for t in given}) > 1:
+        x, dt, B, C = (t.float() for t in (x, dt, B, C))
+        z = None if z is None else z.float()
+    codes = None if seq_idx is None else find_codes(seq_idx, x.shape[0], x.shape[1], x.device)[0]
+    y, state, kept = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, codes, dt_softplus)
+    if recomputing() and y.requires_grad:
+        vectors = [None if t is None else t.detach() for t in (A, D, dt_bias)]
+        tokens = [None if t is None else reference_to(t) for t in (x, dt, B, C, z)]
+
+        def scan_again() -> list[Tensor]:
+            again = [None if tensor is None else tensor() for tensor in tokens]
+            return [_outputs_again(_row(*again, *vectors, codes, dt_softplus), kept)]
+
+        recomputable([y], scan_again)
+    y = y.to(dtype)
+    return (y, state) if return_final_state else y
+
+
+def _check(given: list[Tensor], states: int) -> None:
+    batch, _, dim = given[0].shape
+    for tensor in given:
+        if tensor.dtype not in _ELEMENTS:
+            raise Unsupported(f"{tensor.dtype} is computed by the reference only")
+    if states not in STATES:
+        raise Unsupported(f"{states} states, not one of {', '.join(map(str, STATES))}")
+    if dim % 4:
+        raise Unsupported(f"{dim} channels, no multiple of 4")
+    if batch > _MOST_ROWS or given[0].numel() == 0:
+        raise Unsupported(f"x is {tuple(given[0].shape)}")
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        codes: Tensor | None,
+        dt_softplus: bool,
+    ) -> tuple[Tensor, ...]:
+        keep = any(ctx.needs_input_grad)
+        row = _row(x, dt, B, C, z, A, D, dt_bias, codes, dt_softplus)
+        first = None if initial_state is None else _wide(initial_state)
+        with device_of(x):
+            y, kept, last = run_forward(row, first, keep)
+        if keep:
+            ctx.save_for_backward(*row[:-1], kept)
+            ctx.dt_softplus = dt_softplus
+            ctx.dtypes = [None if t is None else t.dtype for t in (A, D, dt_bias, initial_state)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(kept)
+        return y, last, kept
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        *tensors, kept = ctx.saved_tensors
+        row = _Row(*tensors, ctx.dt_softplus)
+        with device_of(row.x):
+            dy = torch.zeros_like(row.x, memory_format=torch.contiguous_format) if dy is None else _aligned(dy)
+            dlast = None if dlast is None else _wide(dlast)
+            dx, ddt, dz, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast)
+        states = row.A.shape[1]
+        A_dtype, D_dtype, bias_dtype, state_dtype = ctx.dtypes
+        needed = ctx.needs_input_grad
+        gradients = [
+            dx,
+            ddt,
+            dA.sum(0).to(A_dtype) if needed[2] else None,
+            dBC[..., :states].to(row.B.dtype) if needed[3] else None,
+            dBC[..., states:].to(row.C.dtype) if needed[4] else None,
+            None if dD is None else dD.sum(0).to(D_dtype),
+            dz,
+            None if dbias is None else dbias.sum(0).to(bias_dtype),
+            dfirst.to(state_dtype) if needed[8] else None,
+        ]
+        return (*(g if need else None for g, need in zip(gradients, needed, strict=False)), None, None)
+
+
+class _Row(NamedTuple):
+    """The inputs of a scan as the kernels read them: tokens of one dtype, aligned; A, D and the bias float32."""
+
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    z: Tensor | None
+    A: Tensor
+    D: Tensor | None
+    bias: Tensor | None
+    codes: Tensor | None
+    softplus: bool
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of channels."""
+        return -(-self.x.shape[2] // CHANNELS)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.x.shape[1] // CHUNK)
+
+    def kernel(self, direction: str) -> Kernel:
+        states = self.A.shape[1]
+        shared = shared_bytes(states, self.x.element_size()) if direction == "backward" else 0
+        defines = {"STATES": states, "ELEMENT": _ELEMENTS[self.x.dtype], "HAS_Z": int(self.z is not None)}
+        files = ("intrinsics.cuh", "scan_common.cuh", f"scan_{direction}.cu")
+        defines |= {"SOFTPLUS": int(self.softplus), "SHARED_BYTES": shared}
+        return compiled(f"scan_{direction}", files, defines, self.x.device, THREADS, shared)
+
+    def common(self) -> dict[str, Any]:
+        """The arguments that both kernels take."""
+        names = ("x", "dt", "B", "C", "z")
+        return {name: _tokens(getattr(self, name)) for name in names} | {
+            "A": _pointer(self.A),
+            "D": _pointer(self.D),
+            "bias": _pointer(self.bias),
+            "codes": _pointer(self.codes),
+            "codes_row": 0 if self.codes is None else self.codes.stride(0),
+            "length": self.x.shape[1],
+            "dim": self.x.shape[2],
+        }
+
+
+def shared_bytes(states: int, element_size: int) -> int:
+    """The size of `Shared` in scan_backward.cu."""
+    before = (CHUNK // SEGMENT - 1) * THREADS * states
+    planes = 3 * (TILE * CHANNELS + 8) * 4
+    wide, sums = TILE * 2 * states * 4, 4 * TILE * 2 * states * 4
+    raw = (2 * 4 * THREADS + TILE * 2 * states // 4) * 4 * element_size
+    return before + planes + wide + sums + raw + 4 * 16
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("row", ctypes.c_longlong), ("token", ctypes.c_int))
+
+
+def _structure(name: str, tokens: str, pointers: str, longs: str, ints: str) -> type[ctypes.Structure]:
+    kinds = ((tokens, _Tokens), (pointers, ctypes.c_void_p), (longs, ctypes.c_longlong), (ints, ctypes.c_int))
+    fields = [(field, kind) for names, kind in kinds for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+_Forward = _structure(
+    "ForwardArguments",
+    "x dt z B C y",
+    "A D bias codes first kept last",
+    "codes_row first_row first_piece",
+    "length dim piece",
+)
+_Backward = _structure(
+    "BackwardArguments",
+    "x dt z B C dy dx ddt dz",
+    "A D bias codes kept dlast dBC dA dfirst dD dbias",
+    "codes_row",
+    "length dim",
+)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _tokens(tensor: Tensor | None) -> _Tokens:
+    if tensor is None:
+        return _Tokens()
+    row, token, _ = tensor.stride()
+    return _Tokens(tensor.data_ptr(), row * tensor.element_size(), token * tensor.element_size())
+
+
+def _row(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    codes: Tensor | None,
+    softplus: bool,
+) -> _Row:
+    tokens = [None if t is None else _aligned(t) for t in (x, dt, B, C, z)]
+    vectors = [None if t is None else _wide(t) for t in (A, D, dt_bias)]
+    return _Row(*tokens, *vectors, codes, softplus)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor with channels side by side, every four of them at once readable; rows and tokens may be apart, as in
+    a part of a projection."""
+    row, token, channel = tensor.stride()
+    apart = (row if tensor.shape[0] > 1 else 0) | (token if tensor.shape[1] > 1 else 0)
+    if channel == 1 and apart % 4 == 0 and tensor.data_ptr() % (4 * tensor.element_size()) == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, contiguous, every four numbers at once readable."""
+    tensor = tensor.detach().float().contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def run_forward(row: _Row, first: Tensor | None, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y (batch, length, dim); if `keep`, the state before every CHUNK tokens (batch, chunks, dim, states); the state
+    after the row (batch, dim, states)."""
+    batch, length, dim = row.x.shape
+    y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
+    kept = row.A.new_empty((batch, row.chunks, *row.A.shape) if keep else (0,))
+    last = row.A.new_empty(batch, *row.A.shape)
+    more = {"first": _pointer(first), "first_row": row.A.numel(), "piece": row.chunks * CHUNK}
+    more |= {"kept": kept.data_ptr() if keep else None, "last": last.data_ptr()}
+    row.kernel("forward").launch((row.blocks, batch, 1), _Forward(y=_tokens(y), **row.common(), **more))
+    return y, kept, last
+
+
+def _outputs_again(row: _Row, kept: Tensor) -> Tensor:
+    """y again, from the states that were kept: pieces of rows side by side, as many as fill the GPU."""
+    batch, length, dim = row.x.shape
+    wanted = max(1, _BLOCKS * multiprocessors(row.x.device) // (batch * row.blocks))
+    chunks = -(-row.chunks // wanted)  # of a piece
+    y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
+    more = {"first": kept.data_ptr(), "first_row": kept.stride(0), "first_piece": chunks * kept.stride(1)}
+    arguments = _Forward(y=_tokens(y), **row.common(), **more, piece=chunks * CHUNK)
+    with device_of(row.x):
+        row.kernel("forward").launch((row.blocks, batch, -(-row.chunks // chunks)), arguments)
+    return y
+
+
+def run_backward(row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients by x, dt, z, B and C side by side (batch, length, 2 states), A, D, the bias (these three still to
+    be summed over the batch) and the state before the row."""
+    batch, length, dim = row.x.shape
+    dx, ddt = (torch.empty(batch, length, dim, device=dy.device, dtype=dy.dtype) for _ in range(2))
+    dz = None if row.z is None else torch.empty_like(dx)
+    dBC = row.A.new_empty(row.blocks, batch, length, 2 * row.A.shape[1])
+    dA, dfirst = (row.A.new_empty(batch, *row.A.shape) for _ in range(2))
+    dD, dbias = (None if t is None else row.A.new_empty(batch, dim) for t in (row.D, row.bias))
+    outputs = {"dx": _tokens(dx), "ddt": _tokens(ddt), "dz": _tokens(dz), "dy": _tokens(dy)}
+    pointers = {"kept": kept, "dlast": dlast, "dBC": dBC, "dA": dA, "dfirst": dfirst, "dD": dD, "dbias": dbias}
+    arguments = _Backward(**row.common(), **outputs, **{name: _pointer(t) for name, t in pointers.items()})
+    row.kernel("backward").launch((row.blocks, batch, 1), arguments)
+    return dx, ddt, dz, dBC[0] if row.blocks == 1 else dBC.sum(0), dA, dD, dbias, dfirst
