@@ -1,11 +1,13 @@
-"""Our Triton selective scan beside mamba_ssm's on one GPU: time, error, and which arrangement is the fastest.
+"""Our selective scans, in CUDA C++ and in Triton, beside mamba_ssm's on one GPU: time, error, the best arrangement.
 
-    python benchmarks/scan_speed.py            # both, forward and backward; half a minute, most of it compiling
+    python benchmarks/scan_speed.py            # all, forward and backward; half a minute, most of it compiling
+    python benchmarks/scan_speed.py --cuda     # without Triton's: seconds
     python benchmarks/scan_speed.py --sweep    # and arrangements of ours; a minute and a half
 
 Inputs are bfloat16, 4 rows of 2048 tokens, 4096 channels, 16 states, documents of about 300 tokens; mamba_ssm's own
 function knows no documents, gets its inputs turned round already, and computes every row as one. Milliseconds are
-medians of runs that alternate between two sets of inputs. Errors are relative, in norm, against one token at a time in
+medians of runs that alternate between two sets of inputs: of the kernels alone, and of forward and backward together
+through autograd, with all that a layer waits for. Errors are relative, in norm, against one token at a time in
 float32, from the same bfloat16 inputs, on the first 64 channels.
 
 On a CPU, with TRITON_INTERPRET=1 and small sizes, everything runs once: that proves the script, not the speed.
@@ -14,6 +16,7 @@ On a CPU, with TRITON_INTERPRET=1 and small sizes, everything runs once: that pr
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -91,7 +94,7 @@ def milliseconds(runs: list[Callable[[], Any]], repeats: int = 24) -> float:
 
 
 class Ours:
-    """Our kernels in an arrangement, forward and backward apart, as the autograd function calls them."""
+    """Our kernels in Triton in an arrangement, forward and backward apart, as the autograd function calls them."""
 
     def __init__(self, given: Inputs, seq_idx: Tensor | None) -> None:
         from ssm_tune.kernels import triton_scan
@@ -116,13 +119,14 @@ class Ours:
         return self.module.run_backward(self.row, BC, kept, self.dy, self.row.no_state(), True, arrangement)
 
 
-def errors(size: Size, seq_idx: Tensor) -> dict[str, float]:
-    """Relative errors of outputs and gradients, as arranged by default."""
-    from ssm_tune.kernels import reference, triton_scan
+def errors(size: Size, seq_idx: Tensor, name: str) -> dict[str, float]:
+    """Relative errors of outputs and gradients of a backend of ours, as arranged by default."""
+    from ssm_tune.kernels import reference
 
+    ours = importlib.import_module(f"ssm_tune.kernels.{name}_scan").selective_scan
     few = inputs(size._replace(channels=min(CHECKED, size.channels)))
     found, truth = [], []
-    for function, into, wide in ((triton_scan.selective_scan, found, False), (reference.selective_scan, truth, True)):
+    for function, into, wide in ((ours, found, False), (reference.selective_scan, truth, True)):
         leaves = {name: (t.float() if wide else t).clone().requires_grad_() for name, t in few.items()}
         y = function(**leaves, seq_idx=seq_idx)
         slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(size.device)
@@ -281,9 +285,36 @@ def kernel_times(run: Callable[[], Any]) -> list[str]:
     return [f"{took:.3f} ms {name[:60]}" for took, name in sorted(events, reverse=True)[:8] if took > 0]
 
 
+def triton_lines(size: Size, with_sweep: bool) -> list[str]:
+    """Forward, forward keeping states and backward of the kernels in Triton, as arranged by default; after a sweep."""
+    seq_idx = documents(size)
+    both = [Ours(inputs(size, seed), seq_idx) for seed in (0, 1)]
+    if with_sweep:
+        sweep(size, both, small=size.device == "cpu")
+    module = both[0].module
+    segment = module.BACKWARD.segment
+    lines = []
+    for name, some in (
+        ("triton, documents", both),
+        ("triton, one a row", [Ours(inputs(size, s), None) for s in (0, 1)]),
+    ):
+        forward = milliseconds([lambda o=o: o.forward(module.FORWARD, segment, keep=False) for o in some])
+        keeping = milliseconds([lambda o=o: o.forward(module.FORWARD, segment) for o in some])
+        backward = milliseconds([lambda o=o: o.backward(module.BACKWARD) for o in some])
+        lines.append(f"{name:18} {forward:10.3f} {keeping:16.3f} {backward:10.3f}")
+    if size.device == "cuda":
+        for direction, run in (
+            ("forward", lambda: both[0].forward(module.FORWARD, segment)),
+            ("backward", lambda: both[0].backward(module.BACKWARD)),
+        ):
+            print(f"triton {direction}: " + "; ".join(kernel_times(run)), flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time arrangements of our kernels")
+    parser.add_argument("--cuda", action="store_true", help="the kernels in CUDA C++ alone, beside mamba_ssm's")
     parser.add_argument("--conv", action="store_true", help="the causal convolution instead")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
@@ -298,29 +329,20 @@ def main() -> None:
         print(f"{'ms':28} {'forward':>10} {'backward':>10}")
         print("\n".join(conv_lines(size)))
         return
-    seq_idx = documents(size)
-    print("errors:", ", ".join(f"{name} {error:.1e}" for name, error in errors(size, seq_idx).items()), flush=True)
-    both = [Ours(inputs(size, seed), seq_idx) for seed in (0, 1)]
-    if arguments.sweep:
-        sweep(size, both, small=device == "cpu")
-    module = both[0].module
-    segment = module.BACKWARD.segment
-    lines = []
-    for name, some in (("ours, documents", both), ("ours, one a row", [Ours(inputs(size, s), None) for s in (0, 1)])):
-        forward = milliseconds([lambda o=o: o.forward(module.FORWARD, segment, keep=False) for o in some])
-        keeping = milliseconds([lambda o=o: o.forward(module.FORWARD, segment) for o in some])
-        backward = milliseconds([lambda o=o: o.backward(module.BACKWARD) for o in some])
-        lines.append(f"{name:18} {forward:10.3f} {keeping:16.3f} {backward:10.3f}")
-    if device == "cuda":
-        for direction, run in (
-            ("forward", lambda: both[0].forward(module.FORWARD, segment)),
-            ("backward", lambda: both[0].backward(module.BACKWARD)),
-        ):
-            print(f"{direction}: " + "; ".join(kernel_times(run)), flush=True)
+    names = ("cuda",) if arguments.cuda else ("cuda", "triton") if device == "cuda" else ("triton",)
+    for name in names:
+        found = errors(size, documents(size), name).items()
+        print(f"errors of {name}:", ", ".join(f"{key} {error:.1e}" for key, error in found), flush=True)
+    from scan_speed_cuda import autograd_lines, cuda_lines
+
+    lines = cuda_lines(size) if device == "cuda" else []
+    if "triton" in names:
+        lines += triton_lines(size, arguments.sweep)
     found = theirs(size) if device == "cuda" else "mamba_ssm: no GPU"
     lines.append(found if isinstance(found, str) else f"{'mamba_ssm':18} {found[0]:10.3f} {'':16} {found[1]:10.3f}")
     print(f"\n{'ms':18} {'forward':>10} {'keeping states':>16} {'backward':>10}")
-    print("\n".join(lines))
+    print("\n".join(lines), flush=True)
+    print("\n".join(autograd_lines(size, names)))
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def test_norm_speed_in_small() -> None:
 def test_scan_speed_in_small() -> None:
     sizes = ("--batch", "1", "--length", "16", "--channels", "4", "--states", "2")
     lines = run("scan_speed.py", "--sweep", *sizes, TRITON_INTERPRET="1").splitlines()
-    errors = [float(error.split()[-1]) for error in lines[0].removeprefix("errors: ").split(", ")]
+    errors = [float(error.split()[-1]) for error in lines[0].removeprefix("errors of triton: ").split(", ")]
     assert len(errors) == 9 and max(errors) < 1e-2
     assert any(line.startswith("sweep backward") for line in lines)
     assert any(

@@ -6,6 +6,7 @@ loaded at the first question, for a GPU and a set of definitions; a CUDA graph c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -18,7 +19,7 @@ import torch
 FOLDER = Path(__file__).parent / "cuda"
 
 _INVALID_CONTEXT = 201  # this thread has not used the GPU yet
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_...: bytes of a block; per cent of what is shared or cache
 _lock = threading.Lock()
 _kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -110,8 +111,13 @@ def _check_nvrtc(result: int) -> None:
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "").partition(".")[0]
-    problem = f"libnvrtc.so.{major} is not there"
-    for path in (f"libnvrtc.so.{major}", *_bundled(major)):
+    folders = list(_bundled())
+    for path in _in(folders, "libnvrtc-builtins.so.*"):  # which NVRTC looks for by name only
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(path)
+    problem = "there is none"
+    # PyTorch's own wheels have it under a name of their own, the packages that they depend on under this one.
+    for path in (*_in(folders, f"libnvrtc.so.{major}"), *_in(folders, f"libnvrtc-*.so.{major}"), f"libnvrtc.so.{major}"):
         try:
             library = ctypes.CDLL(path)
         except OSError as error:
@@ -122,12 +128,16 @@ def _nvrtc() -> ctypes.CDLL:
     raise OSError(f"no NVRTC of CUDA {major}: {problem}")
 
 
-def _bundled(major: str) -> Iterator[str]:
-    """Where the packages that PyTorch depends on have it, and PyTorch itself."""
+def _bundled() -> Iterator[Path]:
+    """Folders of libraries of the packages that PyTorch depends on, and of PyTorch itself."""
     for package, pattern in (("nvidia", "*/lib"), ("torch", "lib")):
         spec = importlib.util.find_spec(package)
         for folder in [] if spec is None else spec.submodule_search_locations or []:
-            yield from sorted(map(str, Path(folder).glob(f"{pattern}/libnvrtc*.so.{major}")))
+            yield from sorted(Path(folder).glob(pattern))
+
+
+def _in(folders: list[Path], pattern: str) -> list[str]:
+    return [str(path) for folder in folders for path in sorted(folder.glob(pattern))]
 
 
 @functools.cache
@@ -146,6 +156,7 @@ def _load(binary: bytes, name: str, device: int, shared: int) -> ctypes.c_void_p
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     if shared:
         _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
+        _check(driver.cuFuncSetAttribute(function, _CARVEOUT, 100))
     return function
 
 
