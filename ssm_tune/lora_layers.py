@@ -18,6 +18,8 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ssm_tune.mixers.master_weights import is_watched
+
 
 def cast_adapters_only(model: nn.Module) -> nn.Module:
     """Let LoRA on plain linear layers compute as above; in place. Names, parameters and files stay as they are."""
@@ -64,13 +66,8 @@ class DirectLinear(lora.Linear):
             and base.weight.dtype == dtype
             and adapter not in self.lora_variant
             and all(type(half) is nn.Linear and half.bias is None for half in halves)
-            and not any(_is_watched(layer) for layer in (base, *halves))
+            and not any(is_watched(layer) for layer in (base, *halves))
         )
-
-
-def _is_watched(layer: nn.Module) -> bool:
-    """Whether somebody has to see the layer called: hooks, and accelerate's, which bring weights from elsewhere."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "_hf_hook" in vars(layer))
 
 
 class _LoraLinear(torch.autograd.Function):

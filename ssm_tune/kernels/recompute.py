@@ -142,6 +142,11 @@ def recomputing() -> bool:
     return _current() is not None
 
 
+def saving_less(like: Tensor) -> bool:
+    """Whether a call outside or inside a scope may save less for backward than stock's, for tensors on this device."""
+    return recomputing() or _wanted(like)
+
+
 def recomputable(
     tensors: Sequence[Tensor], function: Callable[[], Sequence[Tensor]], random_state: RandomState | None = None
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ssm_tune.mixers.master_weights import keeps_master, master_linear
+
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -18,7 +20,7 @@ def project(linear: nn.Module, x: Tensor, quantised_dtype: torch.dtype | None = 
     """
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(input_dtype(linear, x, quantised_dtype))
-    return linear(x)
+    return master_linear(linear, x) if keeps_master(linear, x) else linear(x)
 
 
 def input_dtype(linear: nn.Module, x: Tensor, quantised_dtype: torch.dtype | None = None) -> torch.dtype:

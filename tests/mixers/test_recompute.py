@@ -8,7 +8,6 @@ call would (counted from mamba-ssm 2.3: `MambaInnerFn` keeps its input, the scan
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,12 +19,11 @@ from operations import stand_ins
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraModel
 from rows import LAYOUTS, Layout, make_documents, run, worst_gradient
+from storages import Storages
 from tiny import EIGHT_HEADS, tiny_config, tiny_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ssm_tune.families import family_of
@@ -151,8 +149,11 @@ def test_gradient_checkpointing_is_left_alone(kind: str, keep_everything: Callab
     assert len(stand_ins.CALLS) == calls
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-def test_sharded_blocks_are_whole_when_they_compute_again(kind: str, keep_everything: Callable[[], None]) -> None:
+def test_sharded_blocks_are_whole_when_they_compute_again(
+    kind: str, autocast: bool, keep_everything: Callable[[], None]
+) -> None:
     """One process: what counts is that parameters are gathered for a block's backward, and gone after its forward."""
     layout, found = LAYOUTS["packed"](make_documents()), []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -163,34 +164,13 @@ def test_sharded_blocks_are_whole_when_they_compute_again(kind: str, keep_everyt
             for block in model.backbone.layers:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             fully_shard(model, mesh=mesh)
-            found.append({name: gradient.full_tensor() for name, gradient in gradients(model, layout).items()})
+            context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+            got = gradients(model, layout, context=context)
+            found.append({name: gradient.full_tensor() for name, gradient in got.items()})
             keep_everything()
-        assert_same(*found)
+        assert_same(*found, 1e-2 if autocast else 1e-6)
     finally:
         distributed.destroy_process_group()
-
-
-class Storages(TorchDispatchMode):
-    """Every storage that is made (or looked at) inside; `alive` is the bytes of those that still are, but `known`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.made[len(self.made)] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def alive(self, *known: torch.Tensor) -> int:
-        gc.collect()
-        found = {ref.cdata: size for ref, size in self.made.values() if not ref.expired()}
-        for tensor in known:
-            found.pop(tensor.untyped_storage()._cdata, None)
-        return sum(found.values())
 
 
 def kept_bytes(model: Any, layout: Layout, hidden: int) -> int:

@@ -1,0 +1,83 @@
+"""Linear layers under autocast that keep their float32 weights for backward, not copies of lower precision.
+
+Autocast casts a weight for the forward pass, and autograd keeps the copy until backward: 2 bytes a parameter beside the
+4 of the master, which is there anyway. Here the master is kept and cast a second time, and its gradient comes out of
+the matrix product in float32, where autocast's is rounded to lower precision and then cast.
+
+    y = x W' + bias          dx = dy W          dW = dy' x, in float32
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ssm_tune.kernels.recompute import saving_less
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def keeps_master(linear: nn.Module, x: Tensor) -> bool:
+    """Whether `linear` is to be called by `master_linear`: a plain layer that nobody watches, under autocast, where
+    what is kept for backward is for this package to decide."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not saving_less(x):
+        return False
+    return (
+        type(linear) is nn.Linear
+        and type(linear.weight) is nn.Parameter
+        and linear.weight.dtype == torch.float32
+        and x.dtype in (torch.float32, *_LOW)
+        and torch.get_autocast_dtype(kind) in _LOW
+        and not is_watched(linear)
+    )
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Whether somebody has to see a layer called: hooks, a forward of its own, and accelerate's, which brings weights
+    from elsewhere."""
+    own = vars(layer)
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(own[name] for name in hooks) or "forward" in own or "_hf_hook" in own
+
+
+def master_linear(linear: nn.Module, x: Tensor) -> Tensor:
+    """`linear(x)` under autocast: x (..., in), and the result (..., out), in autocast's dtype."""
+    return _MasterLinear.apply(x.to(torch.get_autocast_dtype(x.device.type)), linear.weight, linear.bias)
+
+
+class _MasterLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # Cast here, not by autocast, which would keep the copies until it ends.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        with torch.autocast(dy.device.type, enabled=False):
+            flat = dy.flatten(0, -2)
+            if weight is not None:
+                dx = torch.mm(flat, weight.to(dy.dtype)).view(*dy.shape[:-1], -1)
+            if x is not None:
+                dweight = _in_float32(flat.t(), x.flatten(0, -2))
+            if ctx.needs_input_grad[2]:
+                dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dweight, dbias
+
+
+def _in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product of two tensors of lower precision, in float32; on a CPU it is rounded first."""
+    if a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
