@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ssm_tune.recipe import RecipeError
 
@@ -50,9 +51,12 @@ def check_model(
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary // 4, vocabulary, (1, sum(DOCUMENTS)), generator=generator).to(device)
 
+    # Kernels that keep something for backward are others; but a sharded model is not to wait for a backward pass.
+    keeps = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
     def logits(row: Tensor, **borders: Tensor) -> Tensor:
-        with torch.no_grad(), compute():
-            return model(input_ids=row, use_cache=False, **borders).logits.float()
+        with torch.set_grad_enabled(keeps and model.training), compute():
+            return model(input_ids=row, use_cache=False, **borders).logits.detach().float()
 
     model.eval()
     alone = [logits(document) for document in tokens.split(DOCUMENTS, dim=1)]

@@ -70,6 +70,15 @@ def test_another_function_in_training_is_found():
         check_model(model, nullcontext, isolate=True)
 
 
+def test_another_function_where_gradients_are_computed_is_found():
+    model = patch_model(tiny_model("mamba2"))
+    mixer = model.backbone.layers[0].mixer
+    inner = type(mixer).forward
+    mixer.forward = lambda *args, **kwargs: inner(mixer, *args, **kwargs) * (2 if torch.is_grad_enabled() else 1)
+    with pytest.raises(RecipeError, match="training against evaluation"):
+        check_model(model, nullcontext, isolate=True)
+
+
 def test_numbers_that_are_not_finite_fail():
     model = patch_model(tiny_model("mamba"))
     with torch.no_grad():
