@@ -22,6 +22,7 @@ from transformers.utils.generic import can_return_tuple
 from ssm_tune.architectures.configs import ATTENTION, MIXER, DecoderConfig
 from ssm_tune.architectures.layers import MLP, Attention, ResidualLinear, draw_linear, make_norm, rotary_positions
 from ssm_tune.mixers.attention import mask_documents, padding_mask, positions_of_row
+from ssm_tune.mixers.cache_names import older_cache_names
 from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
 from ssm_tune.mixers.norms import add_and_normalise
 from ssm_tune.mixers.projections import autocast_dtype, project
@@ -148,6 +149,7 @@ class DecoderModel(DecoderPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = value
 
+    @older_cache_names
     @can_return_tuple
     def forward(
         self,
@@ -257,6 +259,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         else:
             super()._init_weights(module)
 
+    @older_cache_names
     @can_return_tuple
     def forward(
         self,

@@ -10,19 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.utils.deprecation import deprecate_kwarg
 
 from ssm_tune.mixers.attention import mask_documents, padding_mask, positions_of_row
+from ssm_tune.mixers.cache_names import older_cache_names
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
-
-_renamed = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as stock does
 
 
 class HybridBackbone(Patched):
     """A stock backbone whose forward takes document borders."""
 
-    @_renamed
+    @older_cache_names
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -91,7 +89,7 @@ class HybridBackbone(Patched):
 class HybridCausalLM(Patched):
     """A stock causal language model whose forward takes document borders."""
 
-    @_renamed
+    @older_cache_names
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -140,7 +138,7 @@ class HybridCausalLM(Patched):
 class JambaMambaLayer(Patched):
     """Jamba's layer round a Mamba mixer, which keeps keywords from its mixer in stock."""
 
-    @_renamed
+    @older_cache_names
     def forward(
         self,
         hidden_states: Tensor,

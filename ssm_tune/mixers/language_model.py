@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils.deprecation import deprecate_kwarg
 
+from ssm_tune.mixers.cache_names import older_cache_names
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.documents import document_index, mask_labels
 from ssm_tune.mixers.layer_graphs import run_blocks
@@ -22,13 +22,11 @@ from ssm_tune.mixers.norms import add_and_normalise, last_norm
 from ssm_tune.mixers.projections import input_dtype, project
 from ssm_tune.mixers.residual_stream import ResidualBlock, pass_through
 
-_renamed = deprecate_kwarg("cache_params", "5.40.0", new_name="cache")  # as stock does
-
 
 class Block(ResidualBlock, Patched):
     """Pre-norm and residual round a mixer."""
 
-    @_renamed
+    @older_cache_names
     def forward(
         self,
         hidden_states: Tensor,
@@ -57,7 +55,7 @@ class Block(ResidualBlock, Patched):
 class Backbone(Patched):
     """Embeddings, blocks and the final norm."""
 
-    @_renamed
+    @older_cache_names
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -127,7 +125,7 @@ class Backbone(Patched):
 class CausalLM(Patched):
     """The backbone with a language-model head."""
 
-    @_renamed
+    @older_cache_names
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -141,6 +141,18 @@ def test_a_row_with_a_cache_in_pieces_equals_the_row(kind: str, sizes: tuple[int
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "cache_params"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_may_be_called_as_it_was(kind: str, name: str) -> None:
+    """Passed over in silence, it would leave every token to be decoded from nothing."""
+    model = make_model(kind)
+    text = torch.cat(documents((13,)), dim=1)
+    cache = model(text[:, :12], use_cache=True).cache
+    with pytest.warns(FutureWarning, match=f"`{name}` is deprecated"):
+        last = model(text[:, 12:], **{name: cache}).logits
+    torch.testing.assert_close(last[:, 0], model(text, use_cache=False).logits[:, 12], **CLOSE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_with_a_cache_and_in_a_padded_batch_equals_generation_alone(kind: str) -> None:
     model = make_model(kind)
