@@ -44,7 +44,7 @@ def _check_model(model: Mapping[str, Any], mistakes: Mistakes, complete: bool) -
     if _given(model, "load_in_4bit", "load_in_8bit") == ["load_in_4bit", "load_in_8bit"]:
         mistakes.add("model", "has both load_in_4bit and load_in_8bit. Keep one")
     if _given(model, "pattern"):
-        for key in _given(model, "attention_ratio", "mlp_ratio", "layers", "attention_every"):
+        for key in _given(model, "attention_ratio", "mlp_ratio", "attention_every"):
             mistakes.add(f"model.{key}", "says again what model.pattern says layer by layer. Keep one")
     if _given(model, "attention_ratio", "attention_every") == ["attention_ratio", "attention_every"]:
         mistakes.add("model", "has both attention_ratio and attention_every. Keep one")

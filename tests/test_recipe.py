@@ -175,12 +175,12 @@ def test_both_quantisations_at_once(write) -> None:
 
 def test_keys_of_one_architecture_that_exclude_each_other(write) -> None:
     text = (
-        "model: {architecture: mamba, pattern: MMA, layers: 4, revision: main}\ndata: {train: [{path: rows.jsonl}]}\n"
+        "model: {architecture: mamba, pattern: MMA, mlp_ratio: 0.4, revision: main}\ndata: {train: [{path: rows.jsonl}]}\n"
     )
     mistakes = mistakes_of(write(text))
     assert len(mistakes) == 2
     assert "model.revision belongs to a checkpoint" in mistakes[0]
-    assert "model.layers says again what model.pattern says" in mistakes[1]
+    assert "model.mlp_ratio says again what model.pattern says" in mistakes[1]
 
 
 DATA = {

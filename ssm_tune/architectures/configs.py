@@ -111,6 +111,8 @@ class DecoderConfig(PreTrainedConfig):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
+        if self.has_attention and self.turned_channels % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn channels in pairs")
 
     @property
     def has_attention(self) -> bool:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ssm_tune.architectures.values import dimension_values, reason
 from ssm_tune.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ _COMMON = (
     "tie_word_embeddings",
 )
 _MAMBA1 = (*_COMMON, "time_step_rank", "time_step_scale", "time_step_init_scheme")
-_WHOLE = ("hidden_size", "num_hidden_layers", "state_size", "conv_kernel", "head_dim", "n_groups", "chunk_size")
 # mamba_ssm's names, which users of the original package know.
 _ORIGINAL_NAMES = {
     "d_model": "hidden_size",
@@ -161,6 +162,9 @@ def plan_config(section: ModelSection, vocab_size: int, tokens: Mapping[str, int
             f"model.dimensions.pad_vocab_size_multiple is {multiple!r}; a positive whole number is expected"
         )
     mistakes += _dimension_mistakes(section, architecture, given)
+    known = {name: value for name, value in given.items() if name in architecture.dimensions}
+    given, wrong = dimension_values(CONFIG_MAPPING[architecture.model_type], known, {})
+    mistakes += wrong
     if mistakes:
         raise RecipeError([f"{mistake}." for mistake in mistakes])
     values = {"initializer_range": EMBEDDING_STD, **architecture.defaults, **size, **given}
@@ -187,7 +191,7 @@ def _renamed(given: Mapping[str, Any]) -> set[str]:
 
 def _dimension_mistakes(section: ModelSection, architecture: Architecture, given: Mapping[str, Any]) -> list[str]:
     mistakes = []
-    for key, value in given.items():
+    for key in given:
         if key == "vocab_size":
             mistakes.append("model.dimensions.vocab_size follows the tokenizer (tokenizer.vocab_size). Remove it")
         elif key == "num_heads" and "head_dim" in architecture.dimensions:
@@ -200,8 +204,6 @@ def _dimension_mistakes(section: ModelSection, architecture: Architecture, given
                 f"model.dimensions.{key} is not a dimension of {section.architecture}{guess} It has "
                 f"{', '.join(architecture.dimensions)}, pad_vocab_size_multiple"
             )
-        elif key in _WHOLE and not _is_whole(value):
-            mistakes.append(f"model.dimensions.{key} is {value!r}; a positive whole number is expected")
     return mistakes
 
 
@@ -230,7 +232,7 @@ def _build(
             vocab_size=vocab_size,
         )
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise RecipeError(f"model.dimensions: {error}") from error
+        raise RecipeError(f"model.dimensions: {reason(error)}") from error
 
 
 def _is_whole(value: Any) -> bool:

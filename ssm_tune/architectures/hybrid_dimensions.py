@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -14,20 +15,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ssm_tune.architectures.auto import register_configs
 from ssm_tune.architectures.configs import default_heads, default_intermediate_size
-from ssm_tune.architectures.hybrid_sizes import BLUEPRINTS, HYBRIDS, JAMBA, Blueprint
+from ssm_tune.architectures.hybrid_sizes import BLUEPRINTS, HYBRIDS, JAMBA, MAMBA2_ALONE, Blueprint
 from ssm_tune.architectures.patterns import ATTENTION, MIXER, MLP, allot_layers, attend_every, repeat_pattern
+from ssm_tune.architectures.values import dimension_values, reason
 from ssm_tune.recipe import RecipeError
 
 if TYPE_CHECKING:
     from ssm_tune.recipe import ModelSection
 
+logger = logging.getLogger(__name__)
+
 NAMES = ("hybrid", *BLUEPRINTS)
 _LAYERING = ("pattern", "attention_ratio", "mlp_ratio", "layers", "attention_every")
+_SHARES = ("attention_ratio", "mlp_ratio")
 # Fields of every config that are not dimensions.
 _COMMON = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "pattern", "num_logits_to_keep"),
 }
-_WHOLE = ("int", "int | None", "<class 'int'>")  # types of fields, as they are written
 _NEMOTRON_LAYERS = {MIXER: "linear_attention", ATTENTION: "full_attention", MLP: "mlp"}
 
 
@@ -48,7 +52,10 @@ def plan_hybrid(section: ModelSection, vocab_size: int, tokens: Mapping[str, int
             f"model.dimensions.pad_vocab_size_multiple is {multiple!r}; a positive whole number is expected"
         )
     known = _dimensions_of(blueprint)
-    mistakes += _dimension_mistakes(section, blueprint, given, known)
+    mistakes += _dimension_mistakes(section, given, known)
+    used = {name: value for name, value in given.items() if name in known}
+    given, wrong = dimension_values(CONFIG_MAPPING[blueprint.model_type], used, blueprint.renamed)
+    mistakes += wrong
     if mistakes:
         raise RecipeError([f"{mistake}." for mistake in mistakes])
     values = _fill(blueprint, {**blueprint.defaults, **size, **given})
@@ -58,12 +65,16 @@ def plan_hybrid(section: ModelSection, vocab_size: int, tokens: Mapping[str, int
         if pattern is not None:
             blueprint, values = _lay_out(section, blueprint, values, pattern)
     values = {blueprint.renamed.get(name, name): value for name, value in values.items()}
+    if blueprint.model_type == "zamba2" and "layers_block_type" not in values:
+        values["layers_block_type"] = _zamba2_layers(values["num_hidden_layers"])
     try:
-        return AutoConfig.for_model(
+        config = AutoConfig.for_model(
             blueprint.model_type, **values, **tokens, vocab_size=math.ceil(vocab_size / multiple) * multiple
         )
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise RecipeError(f"model.dimensions: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"model.dimensions: {reason(error)}") from error
+    _check_attention(config, section.architecture)
+    return config
 
 
 def _fill(blueprint: Blueprint, values: dict[str, Any]) -> dict[str, Any]:
@@ -135,13 +146,9 @@ def _dimensions_of(blueprint: Blueprint) -> list[str]:
     return sorted(names)
 
 
-def _dimension_mistakes(
-    section: ModelSection, blueprint: Blueprint, given: Mapping[str, Any], known: list[str]
-) -> list[str]:
-    fields = dataclasses.fields(CONFIG_MAPPING[blueprint.model_type])
-    whole = {field.name for field in fields if str(field.type) in _WHOLE}
+def _dimension_mistakes(section: ModelSection, given: Mapping[str, Any], known: list[str]) -> list[str]:
     mistakes = []
-    for key, value in given.items():
+    for key in given:
         if key == "vocab_size":
             mistakes.append("model.dimensions.vocab_size follows the tokenizer (tokenizer.vocab_size). Remove it")
         elif key in _LAYERING:
@@ -153,35 +160,45 @@ def _dimension_mistakes(
                 f"model.dimensions.{key} is not a dimension of {section.architecture}.{guess} It has "
                 f"{', '.join(known)}, pad_vocab_size_multiple"
             )
-        elif blueprint.renamed.get(key, key) in whole and (not isinstance(value, int) or isinstance(value, bool)):
-            mistakes.append(f"model.dimensions.{key} is {value!r}; a whole number is expected")
     return mistakes
 
 
 def _layer_pattern(section: ModelSection, size: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
     """The layers that the section's own keys ask for, else the size's; None: the model's own way."""
     layers = section.layers or values.get("num_hidden_layers")
+    given = (section.dimensions or {}).get("num_hidden_layers", layers)
+    if given != layers:
+        raise RecipeError(f"model.layers is {layers}, model.dimensions.num_hidden_layers {given}. Keep one.")
     asked = {key: getattr(section, key) for key in _LAYERING if getattr(section, key) is not None}
-    if not set(asked) - {"layers"}:
-        asked |= {key: size[key] for key in _LAYERING if key in size}
+    if set(asked) <= {"layers", *_SHARES}:  # what is not asked for is as the size has it
+        asked = {key: size[key] for key in _LAYERING if key in size} | asked
+    key = next((key for key in ("pattern", "attention_every", *_SHARES) if key in asked), None)
+    if layers is None and key not in (None, "pattern"):
+        raise RecipeError(f"model.layers is missing, the number of layers that model.{key} is of.")
     try:
-        if "pattern" in asked:
-            return repeat_pattern(asked["pattern"], layers)
-        if layers is None:
-            raise ValueError("the number of layers is missing; give model.layers or dimensions.num_hidden_layers")
-        if "attention_every" in asked:
-            if asked.get("mlp_ratio") is not None:
-                raise ValueError("attention_every has an MLP after each layer; it does not go with mlp_ratio")
-            return attend_every(layers, asked["attention_every"])
-        if "attention_ratio" in asked or "mlp_ratio" in asked:
-            return allot_layers(layers, asked.get("attention_ratio") or 0.0, asked.get("mlp_ratio") or 0.0)
+        if key == "pattern":
+            return repeat_pattern(asked[key], layers)
+        if key == "attention_every":
+            if "mlp_ratio" in asked:
+                raise ValueError("there is an MLP after each layer, so it does not go with mlp_ratio")
+            return attend_every(layers, asked[key])
+        if key is not None:
+            return _allotted(layers, *(asked.get(share) or 0.0 for share in _SHARES))
     except ValueError as error:
-        raise RecipeError(f"model.pattern: {error}.") from error
+        raise RecipeError(f"model.{key}: {error}.") from error
     if section.architecture == "hybrid":
         raise RecipeError(
             "model: a hybrid needs its layers: a pattern (M*M-), attention_ratio and mlp_ratio, or attention_every."
         )
     return None
+
+
+def _allotted(layers: int, attention: float, mlp: float) -> str:
+    pattern = allot_layers(layers, attention, mlp)
+    for name, share, symbol in zip(_SHARES, (attention, mlp), (ATTENTION, MLP), strict=True):
+        if share and symbol not in pattern:
+            logger.warning("model.%s: %s of %d layers is none at all.", name, share, layers)
+    return pattern
 
 
 def _lay_out(
@@ -195,6 +212,8 @@ def _lay_out(
             period, offset = places
             names = {"attn_layer_period": period, "attn_layer_offset": offset, "num_hidden_layers": len(pattern) // 2}
             return JAMBA, {**JAMBA.defaults, **values, **names}
+    if blueprint.model_type == "nemotron_h" and ATTENTION not in pattern:
+        return _without_attention(values, pattern)
     if blueprint.model_type != "nemotron_h":
         return blueprint, {**values, "pattern": pattern}
     inner = values.pop("expand", 2) * values["hidden_size"]
@@ -209,6 +228,46 @@ def _lay_out(
         "mamba_num_heads": inner // head_dim,
         "layers_block_type": [_NEMOTRON_LAYERS[symbol] for symbol in pattern],
     }
+
+
+def _zamba2_layers(layers: int) -> list[str]:
+    """Every sixth layer shares the transformer block, as in Zamba2-1.2B; of fewer the last one."""
+    shared = range(5, layers, 6) or (layers - 1,)
+    return ["hybrid" if index in shared else "linear_attention" for index in range(layers)]
+
+
+def _without_attention(values: dict[str, Any], pattern: str) -> tuple[Blueprint, dict[str, Any]]:
+    """Mamba-2 and MLPs alone: the class that mamba_ssm's hybrids are, since Nemotron-H's fails without attention."""
+    unknown = sorted(set(values) - set(_dimensions_of(MAMBA2_ALONE)))
+    if unknown:
+        raise RecipeError(
+            [f"model.dimensions.{name} has no meaning for a hybrid without attention layers." for name in unknown]
+        )
+    return MAMBA2_ALONE, {**MAMBA2_ALONE.defaults, **values, "pattern": pattern}
+
+
+# Where the classes of transformers whose order of layers is their own say which layer is attention.
+_PLACES = {
+    "jamba": "attn_layer_period and attn_layer_offset",
+    "bamba": "attn_layer_indices",
+    "granitemoehybrid": "layer_types",
+    "nemotron_h": "layers_block_type",
+    "zamba2": "layers_block_type",
+}
+
+
+def _check_attention(config: PreTrainedConfig, architecture: str | None) -> None:
+    """Raises RecipeError for attention that cannot be, or is nowhere where the class cannot do without it."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % groups:
+        raise RecipeError(
+            f"model.dimensions: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}."
+        )
+    if config.model_type in _PLACES and not {"full_attention", "hybrid"}.intersection(config.layer_types):
+        raise RecipeError(
+            f"model.dimensions: no layer of this {architecture} of {config.num_hidden_layers} layers is attention, "
+            f"which it cannot be without. Set {_PLACES[config.model_type]}."
+        )
 
 
 def _jamba_places(pattern: str) -> tuple[int, int] | None:

@@ -117,6 +117,11 @@ JAMBA = Blueprint(
     multiple=8,
 )
 
+# Mamba-2 with MLPs like Nemotron-H's, and no attention.
+MAMBA2_ALONE = Blueprint(
+    "mamba2_hybrid", renamed={}, hidden=("attention_conv_kernel",), defaults={"mlp_gated": False, "norm": "rms"}
+)
+
 BLUEPRINTS: dict[str, Blueprint] = {
     # Mamba-3 (Lahoti et al., 2026), which like Llama alternates mixers and gated MLPs.
     "mamba3": Blueprint("mamba3", sizes={"130m": _size(768, 24, 12, 1536, pattern="M-")}),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, softplus
+from transformers import AutoModelForCausalLM
 
 from ssm_tune.architectures import initialize, plan_config
 from ssm_tune.architectures.hybrid_dimensions import NAMES
@@ -205,15 +206,132 @@ UNEVEN = {"hidden_size": 65, "num_hidden_layers": 1}
         ({"architecture": "hybrid", "pattern": "M", "dimensions": {"hiden_size": 64}}, "Did you mean hidden_size"),
         ({"architecture": "hybrid", "pattern": "M", "dimensions": {"hidden_size": 65}}, "multiple of mamba_head_dim"),
         ({"architecture": "mamba3", "dimensions": UNEVEN}, "multiple of mamba_head_dim"),
-        ({"architecture": "mamba3", "dimensions": {**UNEVEN, "hidden_size": "big"}}, "hidden_size is 'big'; a whole"),
+        (
+            {"architecture": "mamba3", "dimensions": {**UNEVEN, "hidden_size": "big"}},
+            "hidden_size is 'big'; a positive whole",
+        ),
         ({"architecture": "mamba3", "size": "130m", "dimensions": {"vocab_size": 5}}, "follows the tokenizer"),
         ({"architecture": "mamba3", "size": "130m", "dimensions": {"pattern": "M"}}, "write model.pattern"),
         ({"architecture": "transformer", "size": "130m", "attention_every": 4}, "whose order of layers is its own"),
         ({"architecture": "bamba"}, "model.dimensions.hidden_size is missing"),
         ({"architecture": "hybryd", "size": "130m"}, "Did you mean hybrid"),
+        (
+            {"architecture": "hybrid", "attention_every": 4, "layers": 7, "dimensions": WIDE},
+            "model.attention_every: 7 layers are odd",
+        ),
+        (
+            {"architecture": "hybrid", "mlp_ratio": 0.5, "layers": 8, "dimensions": {**WIDE, "num_hidden_layers": 6}},
+            "model.layers is 8, model.dimensions.num_hidden_layers 6",
+        ),
+        (
+            {"architecture": "hybrid", "pattern": "M-", "dimensions": {**WIDE, "hidden_dropout": 0.1}},
+            "model.dimensions.hidden_dropout has no meaning for a hybrid without attention",
+        ),
+        ({"architecture": "jamba", "dimensions": {**WIDE, "num_hidden_layers": 4}}, "Set attn_layer_period and attn_l"),
+        ({"architecture": "bamba", "dimensions": {**WIDE, "num_hidden_layers": 4}}, "Set attn_layer_indices"),
+        ({"architecture": "granitemoehybrid", "dimensions": {**WIDE, "num_hidden_layers": 2}}, "Set layer_types"),
+        ({"architecture": "nemotron_h", "dimensions": {**WIDE, "layers_block_type": ["mlp"]}}, "Set layers_block_type"),
+        (
+            {"architecture": "zamba2", "dimensions": {**WIDE, "num_hidden_layers": 3, "layers_block_type": ["hybrid"]}},
+            "model.dimensions: `num_hidden_layers` (3) must be equal",
+        ),
+        ({"architecture": "transformer", "size": "130m", "dimensions": {"num_key_value_heads": 5}}, "12 is not a mult"),
+        ({"architecture": "samba", "size": "130m", "dimensions": {"head_dim": 63}}, "head_dim 63 is odd"),
     ],
 )
 def test_mistakes_are_said(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         plan(**keys)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "mamba2", "mamba3", "samba", "h3", "transformer"])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("hidden_size", 0, "a positive whole number is expected"),
+        ("hidden_size", -64, "a positive whole number is expected"),
+        ("hidden_size", 64.0, "a positive whole number is expected"),
+        ("hidden_size", True, "a positive whole number is expected"),
+        ("num_hidden_layers", 0, "a positive whole number is expected"),
+        ("initializer_range", -1, "a number above 0 is expected"),
+        ("tie_word_embeddings", "yes", "true or false is expected"),
+        ("layer_norm_epsilon", "small", "a number above 0 is expected"),
+        ("time_step_max", -1, "a number above 0 is expected"),
+        ("time_step_min", 1, "time_step_min is 1.0, which is more than time_step_max 0.1"),
+        ("time_step_rank", 0, "a positive whole number is expected"),
+        ("time_step_rank", "full", "a positive whole number, or auto, is expected"),
+        ("time_step_init_scheme", "normal", "random or constant is expected"),
+        ("state_size", 0, "a positive whole number is expected"),
+        ("expand", 0, "a positive whole number is expected"),
+        ("conv_kernel", 0, "a positive whole number is expected"),
+        ("chunk_size", 0, "a positive whole number is expected"),
+        ("mimo_rank", -1, "a whole number from 0 is expected"),
+        ("intermediate_size", 0, "a positive whole number is expected"),
+        ("num_attention_heads", 0, "a positive whole number is expected"),
+        ("hidden_act", "silly", "an activation such as silu is expected"),
+        ("norm", "batch", "rms or layer is expected"),
+        ("attention_dropout", 1.5, "a share from 0 to less than 1 is expected"),
+        ("sliding_window", 0, "a positive whole number is expected"),
+        ("rope_theta", 0, "a number above 0 is expected"),
+    ],
+)
+def test_a_value_that_no_model_can_have_is_named(architecture: str, name: str, value: Any, said: str) -> None:
+    """In a class of transformers or of ours alike; what another architecture has is named as unknown."""
+    with pytest.raises(RecipeError) as caught:
+        plan(architecture=architecture, dimensions={"hidden_size": 64, "num_hidden_layers": 2, name: value})
+    assert len(caught.value.mistakes) == 1
+    mistake = caught.value.mistakes[0]
+    unknown = f"model.dimensions.{name} is not a dimension of {architecture}"
+    assert mistake.startswith(unknown) or (f"model.dimensions.{name} is" in mistake and said in mistake), mistake
+
+
+def test_whole_numbers_stand_for_fractions() -> None:
+    """A recipe's `time_step_max: 1` is no mistake, though the class takes floats only."""
+    config = plan(architecture="mamba", dimensions={"hidden_size": 64, "num_hidden_layers": 2, "time_step_max": 1})
+    assert config.time_step_max == 1.0
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "mamba2", "mamba3"])
+@pytest.mark.parametrize(
+    "layers", [{"pattern": "M"}, {"pattern": "M-M-"}, {"attention_ratio": 0.08, "mlp_ratio": 0.5, "layers": 4}]
+)
+def test_hybrids_without_attention_evaluate_generate_and_load_again(mixer, layers, tmp_path, caplog) -> None:
+    """Nemotron-H's class asks its cache for the attention's length, also where there is none."""
+    keys = {"architecture": "hybrid", "mixer": mixer, "dimensions": {"hidden_size": 64, "state_size": 16}, **layers}
+    model = meta_model(plan(**keys))
+    assert ("model.attention_ratio: 0.08 of 4 layers is none at all" in caplog.text) == ("layers" in layers)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    initialize(model, 0)
+    model.eval()
+    ids = torch.randint(3, 1000, (2, 12))
+    with torch.no_grad():
+        logits = model(ids).logits
+        cached = model(ids[:, :11], use_cache=True)
+        last = model(ids[:, 11:], cache=cached.cache).logits
+    torch.testing.assert_close(last[:, 0], logits[:, 11], rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, logits)
+    assert again.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 15)
+
+
+def test_zamba2_shares_every_sixth_layer_where_nothing_is_said() -> None:
+    kinds = plan(architecture="zamba2", dimensions={"hidden_size": 64, "num_hidden_layers": 13}).layers_block_type
+    assert [index for index, kind in enumerate(kinds) if kind == "hybrid"] == [5, 11]
+    assert plan(architecture="zamba2", dimensions={"hidden_size": 64, "num_hidden_layers": 2}).layers_block_type == [
+        "linear_attention",
+        "hybrid",
+    ]
+
+
+def test_a_size_keeps_the_share_that_is_not_asked_for() -> None:
+    kinds = plan(architecture="hybrid", size="130m", mlp_ratio=0.25).layers_block_type
+    assert (kinds.count("full_attention"), kinds.count("mlp"), len(kinds)) == (2, 6, 24)
+
+
+def test_a_pattern_is_repeated_to_the_layers_that_are_asked_for() -> None:
+    keys = {"architecture": "hybrid", "mixer": "mamba3", "pattern": "M*M-", "layers": 8}
+    assert plan(**keys, dimensions={"hidden_size": 64}).pattern == "M*M-M*M-"
