@@ -12,7 +12,7 @@ import numpy as np
 from ssm_tune.data import demo, package_docs
 from ssm_tune.data.blocks import StreamPlan, TextEncoder, is_held_out
 from ssm_tune.data.compressed import COMPRESSED
-from ssm_tune.data.documents import Document, DocumentSource, FileSource, RowSource, text_of
+from ssm_tune.data.documents import VIRTUAL_SHARDS, Document, DocumentSource, FileSource, RowSource, text_of
 from ssm_tune.data.files import list_files
 from ssm_tune.data.formatting import check_columns
 from ssm_tune.data.hub_stream import HubSource
@@ -144,10 +144,13 @@ def _open(entry: DataSource, where: str) -> DocumentSource:
     if not path.exists() and entry.path in (*demo.NAMES, package_docs.TEXT):
         (opened,) = open_sources([entry], where)
         return RowSource(f"{entry.path} {entry.split}", list(opened.read()), columns)
-    if path.is_dir() and any(file.suffix in COMPRESSED for file in path.rglob("*")):
-        return HubSource(str(path), entry.split, columns, where)  # `datasets` reads it as it reads the Hub's
     if path.exists() or is_a_path(entry.path):
-        return FileSource(entry.path, list_files(path, entry.split), columns)
+        files = list_files(path, entry.split)
+        compressed = [file for file in files if file.suffix.lower() in COMPRESSED]
+        if len(compressed) == len(files) >= VIRTUAL_SHARDS:
+            # As `datasets` reads the Hub's, each reader has files of its own: none is decompressed for the others.
+            return HubSource(str(path), entry.split, columns, where)
+        return FileSource(entry.path, files, columns)
     return HubSource(entry.path, entry.split, columns, where)
 
 

@@ -110,6 +110,16 @@ def test_zstandard_without_its_package_names_what_to_install(tmp_path, monkeypat
     assert caught.value.mistakes == [f"{path}: reading .zst files needs a package: pip install 'ssm-tune[stream]'."]
 
 
+def test_a_folder_may_mix_compressed_files_with_others(tmp_path):
+    packed(tmp_path, "a.jsonl.gz", LINES)
+    packed(tmp_path, "b.jsonl.zst", LINES)
+    (tmp_path / "c.jsonl").write_bytes(LINES)
+    source = open_stream([DataSource(str(tmp_path))], "data.train")[0]
+    reader = source.reader(0, 1)
+    assert [reader.read().text for _ in range(900)] == TEXTS * 3
+    assert reader.epoch == 0
+
+
 @pytest.mark.parametrize("name", ["rows.parquet.gz", "rows.gz", "rows.tar.gz"])
 def test_other_compressed_files_are_refused(tmp_path, name):
     path = packed(tmp_path, name, LINES)
