@@ -17,15 +17,14 @@ class Cuda:
 
     def __init__(self, given: Inputs, seq_idx: Tensor | None) -> None:
         from ssm_tune.kernels import cuda_scan
-        from ssm_tune.kernels.triton_scan_documents import find_codes
 
         self.module = cuda_scan
-        codes = None if seq_idx is None else find_codes(seq_idx, *seq_idx.shape, seq_idx.device)[0]
+        marks = None if seq_idx is None else cuda_scan.find_marks(seq_idx)
         tokens, vectors = (
             (given[name] for name in ("x", "dt", "B", "C", "z")),
             (given[n] for n in ("A", "D", "dt_bias")),
         )
-        self.row = cuda_scan._row(*tokens, *vectors, codes, True)
+        self.row = cuda_scan._row(*tokens, *vectors, marks, True)
         self.dy = torch.randn_like(given["x"])
         self.kept = self.forward()[1]
 

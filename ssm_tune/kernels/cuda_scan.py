@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
+from ssm_tune.kernels.reference import starts_and_padding
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
-from ssm_tune.kernels.triton_scan_documents import find_codes
 
 # As in scan_common.cuh.
 THREADS, CHANNELS, TILE, CHUNK, SEGMENT = 128, 32, 16, 128, 8
@@ -26,6 +28,8 @@ STATES = (4, 8, 16, 32)
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _BLOCKS = 4  # of a multiprocessor
 _MOST_ROWS = 65535  # of a grid
+
+_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def selective_scan(
@@ -57,15 +61,15 @@ def selective_scan(
     if len({t.dtype for t in given}) > 1:
         x, dt, B, C = (t.float() for t in (x, dt, B, C))
         z = None if z is None else z.float()
-    codes = None if seq_idx is None else find_codes(seq_idx, x.shape[0], x.shape[1], x.device)[0]
-    y, state, kept = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, codes, dt_softplus)
+    marks = None if seq_idx is None else find_marks(seq_idx)
+    y, state, kept = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, marks, dt_softplus)
     if recomputing() and y.requires_grad:
         vectors = [None if t is None else t.detach() for t in (A, D, dt_bias)]
         tokens = [None if t is None else reference_to(t) for t in (x, dt, B, C, z)]
 
         def scan_again() -> list[Tensor]:
             again = [None if tensor is None else tensor() for tensor in tokens]
-            return [_outputs_again(_row(*again, *vectors, codes, dt_softplus), kept)]
+            return [_outputs_again(_row(*again, *vectors, marks, dt_softplus), kept)]
 
         recomputable([y], scan_again)
     y = y.to(dtype)
@@ -98,11 +102,11 @@ class _Scan(torch.autograd.Function):
         z: Tensor | None,
         dt_bias: Tensor | None,
         initial_state: Tensor | None,
-        codes: Tensor | None,
+        marks: Tensor | None,
         dt_softplus: bool,
     ) -> tuple[Tensor, ...]:
         keep = any(ctx.needs_input_grad)
-        row = _row(x, dt, B, C, z, A, D, dt_bias, codes, dt_softplus)
+        row = _row(x, dt, B, C, z, A, D, dt_bias, marks, dt_softplus)
         first = None if initial_state is None else _wide(initial_state)
         with device_of(x):
             y, kept, last = run_forward(row, first, keep)
@@ -150,7 +154,7 @@ class _Row(NamedTuple):
     A: Tensor
     D: Tensor | None
     bias: Tensor | None
-    codes: Tensor | None
+    marks: Tensor | None
     softplus: bool
 
     @property
@@ -177,8 +181,7 @@ class _Row(NamedTuple):
             "A": _pointer(self.A),
             "D": _pointer(self.D),
             "bias": _pointer(self.bias),
-            "codes": _pointer(self.codes),
-            "codes_row": 0 if self.codes is None else self.codes.stride(0),
+            "marks": _pointer(self.marks),
             "length": self.x.shape[1],
             "dim": self.x.shape[2],
         }
@@ -190,7 +193,26 @@ def shared_bytes(states: int, element_size: int) -> int:
     planes = 3 * (TILE * CHANNELS + 8) * 4
     wide, sums = TILE * 2 * states * 4, 4 * TILE * 2 * states * 4
     raw = (2 * 4 * THREADS + TILE * 2 * states // 4) * 4 * element_size
-    return before + planes + wide + sums + raw + 4 * 16
+    return before + planes + wide + sums + raw
+
+
+def find_marks(seq_idx: Tensor) -> Tensor:
+    """(batch, tiles), int32: of every 16 tokens which are a document's first, in the lower half of the bits, and which
+    are padding. Without waiting for the device; kept as long as that very tensor lives unchanged."""
+    version = None if seq_idx.is_inference() else seq_idx._version
+    kept = _found.get(seq_idx)
+    if kept is not None and version is not None and kept[0] == version:
+        return kept[1]
+    batch, length = seq_idx.shape
+    starts, padding = (
+        F.pad(mask, (0, -length % TILE)).view(batch, -1, TILE)
+        for mask in starts_and_padding(seq_idx, batch, length, seq_idx.device)
+    )
+    bits = 1 << torch.arange(2 * TILE, device=seq_idx.device)
+    marks = (torch.cat([starts, padding], dim=-1) * bits).sum(-1).to(torch.int32)
+    if version is not None:
+        _found[seq_idx] = (version, marks)
+    return marks
 
 
 class _Tokens(ctypes.Structure):
@@ -206,15 +228,15 @@ def _structure(name: str, tokens: str, pointers: str, longs: str, ints: str) -> 
 _Forward = _structure(
     "ForwardArguments",
     "x dt z B C y",
-    "A D bias codes first kept last",
-    "codes_row first_row first_piece",
+    "A D bias marks first kept last",
+    "first_row first_piece",
     "length dim piece",
 )
 _Backward = _structure(
     "BackwardArguments",
     "x dt z B C dy dx ddt dz",
-    "A D bias codes kept dlast dBC dA dfirst dD dbias",
-    "codes_row",
+    "A D bias marks kept dlast dBC dA dfirst dD dbias",
+    "",
     "length dim",
 )
 
@@ -239,12 +261,12 @@ def _row(
     A: Tensor,
     D: Tensor | None,
     dt_bias: Tensor | None,
-    codes: Tensor | None,
+    marks: Tensor | None,
     softplus: bool,
 ) -> _Row:
     tokens = [None if t is None else _aligned(t) for t in (x, dt, B, C, z)]
     vectors = [None if t is None else _wide(t) for t in (A, D, dt_bias)]
-    return _Row(*tokens, *vectors, codes, softplus)
+    return _Row(*tokens, *vectors, marks, softplus)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

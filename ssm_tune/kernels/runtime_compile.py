@@ -117,7 +117,8 @@ def _nvrtc() -> ctypes.CDLL:
             ctypes.CDLL(path)
     problem = "there is none"
     # PyTorch's own wheels have it under a name of their own, the packages that they depend on under this one.
-    for path in (*_in(folders, f"libnvrtc.so.{major}"), *_in(folders, f"libnvrtc-*.so.{major}"), f"libnvrtc.so.{major}"):
+    patterns = (f"libnvrtc.so.{major}", f"libnvrtc-*.so.{major}")
+    for path in (*_in(folders, patterns[0]), *_in(folders, patterns[1]), patterns[0]):
         try:
             library = ctypes.CDLL(path)
         except OSError as error:

@@ -11,12 +11,11 @@
 struct BackwardArguments {
   Tokens x, dt, z, B, C, dy, dx, ddt, dz;
   const float *A, *D, *bias;   // D and bias may be null
-  const unsigned char* codes;  // may be null
+  const unsigned* marks;       // may be null
   const float *kept, *dlast;   // dlast, the gradient by the state after the row, may be null
   float* dBC;                  // (blocks, rows, length, BC)
   float *dA, *dfirst;          // (rows, dim, STATES)
   float *dD, *dbias;           // (rows, dim); may be null
-  long long codes_row;
   int length, dim;
 };
 
@@ -30,7 +29,6 @@ struct Shared {
   alignas(16) float sums[WARPS][TILE * BC];
   Vector raw[2][4][THREADS];
   Vector raw_BC[BC_VECTORS];
-  unsigned long long codes[WARPS][2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the caller reserves another amount of shared memory");
 
@@ -64,13 +62,14 @@ __device__ __forceinline__ void add_token(ChannelSums& sums, const States& dB, c
   for (int m = 0; m < 4; ++m) {
     if (4 * m + 4 <= before || 4 * m + 4 > after) continue;
     float four[4] = {sums.numbers[4 * m], sums.numbers[4 * m + 1], sums.numbers[4 * m + 2], sums.numbers[4 * m + 3]};
-    multiply_add(sums.total, four, picked[m][0], picked[m][1]);
 #if ELEMENT == 2
     // What TF32 cuts off is summed as well.
+    float coarse[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] -= from_bits(to_bits(four[i]) & 0xffffe000u);
-    multiply_add(sums.total, four, picked[m][0], picked[m][1]);
+    for (int i = 0; i < 4; ++i) coarse[i] = from_bits(to_bits(four[i]) & 0xffffe000u), four[i] -= coarse[i];
+    multiply_add(sums.total, coarse, picked[m][0], picked[m][1]);
 #endif
+    multiply_add(sums.total, four, picked[m][0], picked[m][1]);
   }
 }
 
@@ -179,7 +178,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   const long long my_states = (long long)my_channel * STATES + q * S;
   const long long my_row = (long long)row * given.dim * STATES + my_states;
   Lane lane = {shared.planes + column, shared.wide + q * S, shared.sums[warp], index, q, {}};
-  unsigned long long* codes = given.codes ? shared.codes[warp] : nullptr;
   const int chunks = (length + CHUNK - 1) / CHUNK;
 
   States A = no_states(), dA = no_states(), dh = no_states();
@@ -197,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   float dD[4] = {0.f, 0.f, 0.f, 0.f}, dbias[4] = {0.f, 0.f, 0.f, 0.f};
 
   int slot = 1;  // of `raw`, that was filled last
+  unsigned next_marks = 0u;
   auto prefetch = [&](int tile, bool back) {
     slot ^= 1;
     bool valid = here && tile + mine < length;
@@ -206,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     if (back) copy_later<BYTES>(&shared.raw[slot][2][thread], at(given.dy, row, token, channel), valid);
     if (HAS_Z && back) copy_later<BYTES>(&shared.raw[slot][3][thread], at(given.z, row, token, channel), valid);
     copy_BC(shared.raw_BC, given.B, given.C, row, tile, length, back, thread);
-    copy_codes(codes, given.codes, given.codes_row, row, tile, index);
+    next_marks = read_marks(given.marks, row, tile, length);
   };
   // From what was copied to float32 for all: dt, dt x, B, C and, if `back`, dy.
   auto prepare = [&](const Marks& marks, bool back) {
@@ -274,11 +273,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     States h = active ? *kept : no_states();
     for (int k = 0; k < tiles; ++k) {
       wait_for_copies();
-      warp_barrier();
-      const Marks marks = read_marks(codes, begin + k * TILE, length);
+      const Marks marks = marks_until(next_marks, begin + k * TILE, length);
       prepare(marks, false);
-      warp_barrier();  // the codes are read
-      if (k + 1 < tiles) {
+        if (k + 1 < tiles) {
         prefetch(begin + (k + 1) * TILE, false);
       } else {
         prefetch(begin + k * TILE, true);
@@ -301,10 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     for (int k = tiles - 1; k >= 0; --k) {
       const int tile = begin + k * TILE;
       wait_for_copies();
-      warp_barrier();
-      const Marks marks = read_marks(codes, tile, length);
+      const Marks marks = marks_until(next_marks, tile, length);
       prepare(marks, true);
-      warp_barrier();
       const int from = slot;
       if (k) {
         prefetch(tile - TILE, true);

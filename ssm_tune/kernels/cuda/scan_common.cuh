@@ -100,30 +100,15 @@ struct Marks {
   unsigned starts, padding;
 };
 
-// The lowest bit of each of eight bytes as eight bits.
-__device__ __forceinline__ unsigned gather_bits(unsigned long long bytes) {
-  return (unsigned)(((bytes & 0x0101010101010101ull) * 0x0102040810204080ull) >> 56);
+// Those of the tile that begins with token `first`: from 32 bits a tile, starts below padding; nullptr: all are plain.
+__device__ __forceinline__ unsigned read_marks(const unsigned* marks, int row, int first, int length) {
+  return marks ? marks[(long long)row * ((length + TILE - 1) / TILE) + first / TILE] : 0u;
 }
 
-// codes: of the tile's 16 tokens, a byte each: 1 start, 2 padding; nullptr where there are none.
-__device__ __forceinline__ Marks read_marks(const unsigned long long* codes, int first, int length) {
-  Marks marks = {0u, 0u};
-  if (codes) {
-    unsigned long long low = codes[0], high = codes[1];
-    marks.starts = gather_bits(low) | gather_bits(high) << 8;
-    marks.padding = gather_bits(low >> 1) | gather_bits(high >> 1) << 8;
-  }
-  if (length - first < TILE) marks.padding |= 0xffffu << (length - first) & 0xffffu;
+__device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) {
+  Marks marks = {read & 0xffffu, read >> 16};
+  if (end - first < TILE) marks.padding |= 0xffffu << (end - first) & 0xffffu;
   return marks;
-}
-
-// A warp copies the codes of a tile; rows are whole eights of bytes.
-__device__ __forceinline__ void copy_codes(unsigned long long* to, const unsigned char* codes, long long stride,
-                                           int row, int first, int lane) {
-  if (codes && lane < 2) {
-    bool valid = first + 8 * lane < stride;
-    copy_later<8>(to + lane, codes + row * stride + first + 8 * lane, valid);
-  }
 }
 
 // Copies B and C of a tile, every thread some; C only if `both`.

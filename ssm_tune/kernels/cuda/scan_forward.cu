@@ -3,33 +3,21 @@
 struct ForwardArguments {
   Tokens x, dt, z, B, C, y;
   const float *A, *D, *bias;   // D and bias may be null
-  const unsigned char* codes;  // may be null
+  const unsigned* marks;       // may be null
   const float* first;          // the state before each piece of each row, or null: zero
   float *kept, *last;          // the state before every CHUNK tokens, and after the row; may be null
-  long long codes_row, first_row, first_piece;
+  long long first_row, first_piece;
   int length, dim, piece;  // piece: tokens of a piece, whole chunks; blockIdx.z counts them
 };
 
 constexpr int ROW = CHANNELS + 8;  // so that four tokens of eight channels lie in different banks
 
-// Four tokens: their outputs of this lane's states.
-template <bool STARTS>
-__device__ __forceinline__ void four_steps(float (&y)[4], States& h, const States& A, const float* steps,
-                                           const float* inputs, const float* wide, unsigned starts) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float dt = steps[i * ROW], dtx = inputs[i * ROW];
-    States B = *reinterpret_cast<const States*>(wide + i * BC);
-    States C = *reinterpret_cast<const States*>(wide + i * BC + STATES);
-    if (STARTS && (starts >> i & 1u)) h = no_states();
-    y[i] = 0.f;
-#pragma unroll
-    for (int j = 0; j < S; ++j) {
-      h.v[j] = exp2_fast(dt * A.v[j]) * h.v[j] + dtx * B.v[j];
-      y[i] += C.v[j] * h.v[j];
-    }
-  }
-}
+// Where a lane of four that share a channel works.
+struct Lane {
+  float *steps, *inputs;
+  const float* wide;
+  int q;
+};
 
 // The sums over the four lanes of a channel: lane q gets that of token q.
 __device__ __forceinline__ float sum_states(const float (&y)[4], int q) {
@@ -39,13 +27,32 @@ __device__ __forceinline__ float sum_states(const float (&y)[4], int q) {
   return (odd ? second : first) + exchange(odd ? first : second, 8);
 }
 
+// Four tokens of a tile, from token t.
+template <bool STARTS>
+__device__ __forceinline__ void four_tokens(States& h, const States& A, const Lane& lane, int t, unsigned starts) {
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float dt = lane.steps[(t + i) * ROW], dtx = lane.inputs[(t + i) * ROW];
+    const States B = *reinterpret_cast<const States*>(lane.wide + (t + i) * BC);
+    const States C = *reinterpret_cast<const States*>(lane.wide + (t + i) * BC + STATES);
+    if (STARTS && (starts >> (t + i) & 1u)) h = no_states();
+    y[i] = 0.f;
+#pragma unroll
+    for (int j = 0; j < S; ++j) {
+      h.v[j] = exp2_fast(dt * A.v[j]) * h.v[j] + dtx * B.v[j];
+      y[i] += C.v[j] * h.v[j];
+    }
+  }
+  lane.steps[(t + lane.q) * ROW] = sum_states(y, lane.q);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const ForwardArguments given) {
   __shared__ __align__(16) float steps[TILE * ROW];  // dt; after a token is done, y
   __shared__ __align__(16) float inputs[TILE * ROW];  // dt x
   __shared__ __align__(16) float wide[TILE * BC];
   __shared__ __align__(16) Vector raw[3][THREADS];
   __shared__ __align__(16) Vector raw_BC[BC_VECTORS];
-  __shared__ __align__(16) unsigned long long all_codes[WARPS][2];
 
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.y;
   const int length = given.length, begin = blockIdx.z * given.piece;
@@ -58,7 +65,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
   const int q = lane / 8, column = warp * 8 + lane % 8, my_channel = blockIdx.x * CHANNELS + column;
   const bool active = my_channel < given.dim;
   const long long my_states = (long long)my_channel * STATES + q * S;
-  unsigned long long* codes = given.codes ? all_codes[warp] : nullptr;
 
   States A = no_states(), h = no_states();
   if (active) {
@@ -71,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
 #pragma unroll
   for (int j = 0; j < S; ++j) A.v[j] *= LOG2_E;
 
+  unsigned next_marks = 0u;
   auto prefetch = [&](int tile) {
     bool valid = here && tile + mine < end;
     const int token = tile + mine;
@@ -78,14 +85,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
     copy_later<BYTES>(&raw[1][thread], at(given.dt, row, token, channel), valid);
     if (HAS_Z) copy_later<BYTES>(&raw[2][thread], at(given.z, row, token, channel), valid);
     copy_BC(raw_BC, given.B, given.C, row, tile, end, true, thread);
-    copy_codes(codes, given.codes, given.codes_row, row, tile, lane);
+    next_marks = read_marks(given.marks, row, tile, length);
   };
 
   prefetch(begin);
   for (int tile = begin; tile < end; tile += TILE) {
     wait_for_copies();
-    warp_barrier();
-    const Marks marks = read_marks(codes, tile, end);
+    const Marks marks = marks_until(next_marks, tile, end);
     const bool real = !(marks.padding >> mine & 1u);
     const Vector x_given = raw[0][thread], z_given = raw[2][thread];
     {
@@ -101,7 +107,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
       *reinterpret_cast<Float4*>(inputs + mine * ROW + place) = input;
       widen_BC(wide, raw_BC, marks.padding, thread);
     }
-    warp_barrier();  // the codes are read
     if (tile + TILE < end) prefetch(tile + TILE);
     if (given.kept && tile % CHUNK == 0 && active) {
       long long chunks = (length + CHUNK - 1) / CHUNK;
@@ -109,18 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
       *reinterpret_cast<States*>(kept) = h;
     }
     __syncthreads();
+    const Lane of_lane = {steps + column, inputs + column, wide + q * S, q};
+    if (marks.starts) {
 #pragma unroll 1
-    for (int t = 0; t < TILE; t += 4) {
-      float y[4];
-      const unsigned starts = marks.starts >> t & 15u;
-      const int from = t * ROW + column;
-      const float* BC_of = wide + t * BC + q * S;
-      if (starts) {
-        four_steps<true>(y, h, A, steps + from, inputs + from, BC_of, starts);
-      } else {
-        four_steps<false>(y, h, A, steps + from, inputs + from, BC_of, 0u);
-      }
-      steps[(t + q) * ROW + column] = sum_states(y, q);
+      for (int t = 0; t < TILE; t += 4) four_tokens<true>(h, A, of_lane, t, marks.starts);
+    } else {
+#pragma unroll
+      for (int t = 0; t < TILE; t += 4) four_tokens<false>(h, A, of_lane, t, 0u);
     }
     __syncthreads();
     if (here && tile + mine < end) {
