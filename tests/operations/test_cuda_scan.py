@@ -90,23 +90,30 @@ def test_states_on_a_cpu(on_cpu: ModuleType, state: int) -> None:
     check(scan_tensors(length=35, dim=40, state=state), torch.float32, EXACT)
 
 
-def test_nothing_leaks(on_cpu: ModuleType) -> None:
-    """Whatever one document or padding holds, another's outputs and gradients are the same to the bit."""
+@pytest.mark.parametrize("start", [2, 3, 4])
+def test_nothing_leaks(on_cpu: ModuleType, start: int) -> None:
+    """Whatever one document or padding holds, another's outputs and gradients are the same to the bit.
+
+    Sums over channels are made for two tokens at once: a start at the first and at the second of two.
+    """
     tensors = {name: t.float() for name, t in scan_tensors(batch=1, length=9, dim=4).items()}
-    seq_idx = torch.tensor([[0, 0, 0, -1, 1, 1, -1, 1, 1]], dtype=torch.int32)
-    clean = on_cpu.selective_scan(**tensors, seq_idx=seq_idx)
-    tensors["x"][:, 1] = torch.nan
+    seq_idx = torch.tensor([[0] * start + [1] * 3 + [-1] + [1] * (5 - start)], dtype=torch.int32)
+    spoilt = {name: t.clone() for name, t in tensors.items()}
+    spoilt["x"][:, 1] = torch.nan
     for name in ("x", "dt", "B", "C", "z"):
-        tensors[name][:, [3, 6]] = torch.nan
-    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    y = on_cpu.selective_scan(**leaves, seq_idx=seq_idx)
-    assert torch.equal(y[:, 4:], clean[:, 4:])
-    assert y[:, 1:3].isnan().all()
-    for name in ("x", "dt", "B", "C", "z"):
-        gradient = torch.autograd.grad(y[:, 4:].sum(), leaves[name], retain_graph=True)[0]
-        assert gradient[:, 4:].isfinite().all(), name
-        assert not gradient[:, 6].any(), name
-        assert name != "x" or not gradient[:, :4].any()
+        spoilt[name][:, start + 3] = torch.nan
+    found = []
+    for given in (tensors, spoilt):
+        leaves = {name: given[name].requires_grad_() for name in tensors}
+        y = on_cpu.selective_scan(**leaves, seq_idx=seq_idx)
+        tokens = [leaves[name] for name in ("x", "dt", "B", "C", "z")]
+        gradients = torch.autograd.grad(y[:, start:].sin().sum(), tokens)
+        found.append([y, *gradients])
+        assert not gradients[0][:, :start].any()
+        assert not any(gradient[:, start + 3].any() for gradient in gradients)
+    assert found[1][0][:, 1:start].isnan().all()
+    for clean, beside_nan in zip(*found, strict=True):
+        assert torch.equal(clean[:, start:], beside_nan[:, start:])
 
 
 def test_inputs_of_several_dtypes(on_cpu: ModuleType) -> None:

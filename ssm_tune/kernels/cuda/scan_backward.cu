@@ -41,52 +41,60 @@ struct Lane {
   float picked[4][2];  // the right factor that picks lane m
 };
 
-// Sums over the eight channels of a warp, of 2 S numbers a token (S of dB, S of dC), for GROUP tokens together.
+// Sums over the eight channels of a warp, of 2 S numbers a token (S of dB, S of dC), for TOKENS tokens together.
 //
-// The numbers of a lane are 16, in fours. A tensor core sums each over the four lanes that differ in their two lowest
-// bits, and puts four m into the hands of lane m of the four; what is left is to add those of the lanes that differ in
-// the third bit, and to share the work.
+// The numbers of a lane are up to 16, in fours. A tensor core sums each over the four lanes that differ in their two
+// lowest bits, and puts four m into the hands of lane m of the four; what is left is to add those of the lanes that
+// differ in the third bit, and to share the work. What is not picked is multiplied by zero, which a
+// number that is infinite or none spoils: tokens of two documents are never summed together.
+template <int TOKENS>
 struct ChannelSums {
   float numbers[16], total[4];
-};
 
-constexpr int GROUP = 8 / S;
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) numbers[i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[i] = 0.f;
+  }
 
-// Takes a token's numbers, the `index`-th of its group.
-__device__ __forceinline__ void add_token(ChannelSums& sums, const States& dB, const States& dC, int index,
-                                          const float (&picked)[4][2]) {
+  // Takes a token's numbers, the `index`-th.
+  __device__ __forceinline__ void add(const States& dB, const States& dC, int index, const float (&picked)[4][2]) {
+    const int before = index * 2 * S, after = before + 2 * S;
 #pragma unroll
-  for (int j = 0; j < S; ++j) sums.numbers[index * 2 * S + j] = dB.v[j], sums.numbers[index * 2 * S + S + j] = dC.v[j];
-  const int before = index * 2 * S, after = before + 2 * S;
+    for (int j = 0; j < S; ++j) numbers[before + j] = dB.v[j], numbers[before + S + j] = dC.v[j];
 #pragma unroll
-  for (int m = 0; m < 4; ++m) {
-    if (4 * m + 4 <= before || 4 * m + 4 > after) continue;
-    float four[4] = {sums.numbers[4 * m], sums.numbers[4 * m + 1], sums.numbers[4 * m + 2], sums.numbers[4 * m + 3]};
+    for (int m = 0; m < 4; ++m) {
+      const bool complete = 4 * m + 4 <= after || index == TOKENS - 1;
+      if (4 * m + 4 <= before || 4 * m >= after || !complete) continue;
+      float four[4] = {numbers[4 * m], numbers[4 * m + 1], numbers[4 * m + 2], numbers[4 * m + 3]};
 #if ELEMENT == 2
-    // What TF32 cuts off is summed as well.
-    float coarse[4];
+      // What TF32 cuts off is summed as well.
+      float coarse[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) coarse[i] = from_bits(to_bits(four[i]) & 0xffffe000u), four[i] -= coarse[i];
-    multiply_add(sums.total, coarse, picked[m][0], picked[m][1]);
+      for (int i = 0; i < 4; ++i) coarse[i] = from_bits(to_bits(four[i]) & 0xffffe000u), four[i] -= coarse[i];
+      multiply_add(total, coarse, picked[m][0], picked[m][1]);
 #endif
-    multiply_add(sums.total, four, picked[m][0], picked[m][1]);
+      multiply_add(total, four, picked[m][0], picked[m][1]);
+    }
   }
-}
 
-// Ends a group: its sums to `to`, BC numbers a token, the last token of the group first taken.
-__device__ __forceinline__ void end_group(const ChannelSums& sums, float* to, int lane) {
-  const float(&v)[4] = sums.total;  // the first and the third of a four, then the second and the fourth
-  const bool upper = lane & 4;
-  const float one = (upper ? v[1] : v[0]) + exchange(upper ? v[0] : v[1], 4);
-  const float two = (upper ? v[3] : v[2]) + exchange(upper ? v[2] : v[3], 4);
-  const int number = lane % 4 * 4 + (upper ? 2 : 0), token = GROUP - 1 - number / (2 * S), of_token = number % (2 * S);
-  float* place = to + token * BC + of_token / S * STATES + lane / 8 * S + of_token % S;
-  if (S > 1) {
-    *reinterpret_cast<Float2*>(place) = Float2{{one, two}};
-  } else {
-    place[0] = one, place[STATES] = two;
+  // The sums to `to`, BC numbers a token, the last token first taken.
+  __device__ __forceinline__ void end(float* to, int lane) const {
+    const bool upper = lane & 4;
+    // A lane has the first, the third, the second and the fourth of its four.
+    const float one = (upper ? total[1] : total[0]) + exchange(upper ? total[0] : total[1], 4);
+    const float two = (upper ? total[3] : total[2]) + exchange(upper ? total[2] : total[3], 4);
+    const int number = lane % 4 * 4 + (upper ? 2 : 0), token = number / (2 * S), of_token = number % (2 * S);
+    if (16 > TOKENS * 2 * S && token >= TOKENS) return;
+    float* place = to + (TOKENS - 1 - token) * BC + of_token / S * STATES + lane / 8 * S + of_token % S;
+    if (S > 1) {
+      *reinterpret_cast<Float2*>(place) = Float2{{one, two}};
+    } else {
+      place[0] = one, place[STATES] = two;
+    }
   }
-}
+};
 
 // Three sums over the four lanes of a channel: lane 0 gets the first, 1 the second, 2 the third.
 __device__ __forceinline__ float sum_states(float first, float second, float third, int q) {
@@ -118,11 +126,12 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
       h[i] = state;
     }
   }
-  ChannelSums sums;
+  constexpr int TOKENS = STARTS ? 1 : 8 / S;
+  ChannelSums<TOKENS> sums;
 #pragma unroll
   for (int i = SEGMENT - 1; i >= 0; --i) {
-    const int index = (SEGMENT - 1 - i) % GROUP;
-    if (index == 0) sums.total[0] = sums.total[1] = sums.total[2] = sums.total[3] = 0.f;
+    const int index = (SEGMENT - 1 - i) % TOKENS;
+    if (index == 0) sums.begin();
     const float dt = planes[i * CHANNELS], dtx = planes[PLANE + i * CHANNELS], dy = planes[2 * PLANE + i * CHANNELS];
     const States B = *reinterpret_cast<const States*>(wide + i * BC);
     const States C = *reinterpret_cast<const States*>(wide + i * BC + STATES);
@@ -143,8 +152,8 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
       dA.v[j] += dt * g;
     }
     if (start) dh = no_states();
-    add_token(sums, dB, dC, index, lane.picked);
-    if (index == GROUP - 1) end_group(sums, lane.sums + (first + i) * BC, lane.index);
+    sums.add(dB, dC, index, lane.picked);
+    if (index == TOKENS - 1) sums.end(lane.sums + (first + i) * BC, lane.index);
     const float sum = sum_states(Bdh, Ag, Ch, lane.q);
     if (lane.q < 3) lane.planes[lane.q * PLANE + (first + i) * CHANNELS] = sum;
   }
