@@ -23,7 +23,7 @@ from ssm_tune.run_folder import locate_base
 from ssm_tune.weight_checks import check_weights, read_strictly
 
 if TYPE_CHECKING:
-    from ssm_tune.recipe import ModelSection
+    from ssm_tune.recipe import ModelSection, Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +240,21 @@ def init_model(
     initialize(model, seed)
     patch_model(model)
     return model.train()
+
+
+def plan_model(recipe: Recipe) -> Any:
+    """The config of the new model that a recipe describes, but for its tokenizer, which need not be there yet.
+
+    Raises:
+        RecipeError: every mistake in the model section, naming the recipe.
+    """
+    from ssm_tune.architectures import plan_config
+
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    try:
+        return plan_config(recipe.model, recipe.tokenizer.vocab_size or 1024, tokens)
+    except RecipeError as error:
+        raise RecipeError([f"{recipe.source or 'recipe'}: {mistake}" for mistake in error.mistakes]) from error
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------

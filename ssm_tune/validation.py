@@ -96,10 +96,9 @@ def _check_template(recipe: Recipe) -> list[str]:
 def _check_model(recipe: Recipe, task: str) -> list[str]:
     section = recipe.model
     if section.architecture is not None:
-        from ssm_tune.architectures import plan_config
+        from ssm_tune.model import plan_model
 
-        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        return _check_config(recipe, task, plan_config(section, recipe.tokenizer.vocab_size or 1024, tokens), "model")
+        return _check_config(recipe, task, plan_model(recipe), "model")
     assert section.name is not None
     if not Path(section.name).exists():
         return [f"{section.name}: on the Hub, not looked into"]

@@ -29,7 +29,7 @@ from ssm_tune.kernel_settings import choose_graphs, choose_kernels
 from ssm_tune.kernels import kernel_report
 from ssm_tune.mixers import patch_model
 from ssm_tune.mixers.layer_graphs import layer_graphs
-from ssm_tune.model import init_model, load_model, meta_model, model_report, read_config, set_trainable
+from ssm_tune.model import init_model, load_model, meta_model, model_report, plan_model, read_config, set_trainable
 from ssm_tune.outputs.run import Run
 from ssm_tune.peers import join
 from ssm_tune.recipe import RESOLVED, Recipe, RecipeError
@@ -203,6 +203,7 @@ def _prepare(job: Job, checkpoint: Path | None) -> tuple[PreTrainedTokenizerBase
     elif recipe.model.name is not None:
         config = read_config(recipe.model.name, recipe.model.revision)
     else:
+        plan_model(recipe)  # its mistakes, before data are read
         config = None
     tokenizer, told = _find_tokenizer(job, config, checkpoint)
     defaults += told

@@ -21,6 +21,7 @@ from ssm_tune.recipe import load_recipe, recipe_from_dict
 from ssm_tune.run_folder import Stopped
 from ssm_tune.shards import prepare_shards
 from ssm_tune.trainer import SSMTrainer
+from ssm_tune.validation import check_recipe
 from ssm_tune.workflow import run
 
 STEPS, SAVED = 11, 3  # steps of a run, and of them every so many with a checkpoint
@@ -200,3 +201,23 @@ def test_the_tiny_recipe_falls_from_the_logarithm_of_the_vocabulary(tmp_path: Pa
     tiny = run(load_recipe("pretrain-tiny", words), "pretrain")
     assert tiny.metrics["first_eval_loss"] == pytest.approx(math.log(2048), rel=0.05)
     assert tiny.metrics["eval_loss"] < 6.5
+
+
+def test_a_mistake_in_the_model_is_told_with_the_recipe_before_data_are_read(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "# ssm-tune pretrain mine.yaml\n"
+        "model: {architecture: mamba2, dimensions: {hidden_size: 65, num_hidden_layers: 1}}\n"
+        "tokenizer: {train: true}\ndata: {train: [{path: rows.jsonl}]}\n"
+        f"training: {{output_dir: {tmp_path / 'run'}}}\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("not JSON\n")
+    told = f"{recipe}: model.dimensions: expand * hidden_size is 130"
+    with pytest.raises(RecipeError) as caught:
+        run(load_recipe(recipe), "pretrain")
+    assert caught.value.mistakes[0].startswith(told) and len(caught.value.mistakes) == 1
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(load_recipe(recipe))
+    assert "line 1: not valid JSON" in caught.value.mistakes[0]
+    assert caught.value.mistakes[1].startswith(told)
