@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -24,9 +27,16 @@ def leave_signals_to_the_run(worker: int, then: Callable[[int], Any] | None = No
 
     A terminal and torch's launcher send SIGINT and SIGTERM to the whole group. A worker that one ends is an error of
     the run, which would not get to its last checkpoint. The loader still ends its workers, and they end when the run's
-    process is gone.
+    process is gone: at once, where torch's own way of it waits for ever to hand over what nobody takes any more.
     """
     if os.name == "posix":
         os.setsid()
+        threading.Thread(target=_end_with, args=(parent_process().pid,), daemon=True).start()
     if then is not None:
         then(worker)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
