@@ -90,6 +90,19 @@ class _Note(NamedTuple):
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
+class _Reference:
+    """A note for a function; taken back if the function goes without having used it, since nobody saved its results."""
+
+    def __init__(self, note: _Note):
+        self.note = note
+
+    def __call__(self) -> Tensor:
+        return self.note.tensor()
+
+    def __del__(self) -> None:
+        self.note.result.notes -= 1
+
+
 class _Scope:
     def __init__(self, device_type: str):
         enabled = torch.is_autocast_enabled(device_type)
@@ -114,7 +127,8 @@ class _Scope:
             return note
         if self.seen is not None:
             self.seen.append(tensor)
-        return tensor
+        # Not with its history: an output that its own operation saves would keep itself, if backward never comes.
+        return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _unpack(kept: Tensor | _Note) -> Tensor:
@@ -123,7 +137,10 @@ def _unpack(kept: Tensor | _Note) -> Tensor:
 
 @contextmanager
 def recomputed(like: Tensor) -> Iterator[None]:
-    """A scope, for tensors on the device of `like`; of no effect where nothing is to be recomputed (see above)."""
+    """A scope, for tensors on the device of `like`; of no effect where nothing is to be recomputed (see above).
+
+    Inside another one it is part of that.
+    """
     if not _wanted(like):
         yield
         return
@@ -172,7 +189,7 @@ def reference_to(tensor: Tensor) -> Callable[[], Tensor]:
     scope = _current()
     note = None if scope is None else scope.find(tensor)
     if note is not None:
-        return note.tensor
+        return _Reference(note)
     kept = tensor.detach()
     return lambda: kept
 

@@ -3,7 +3,8 @@
 Forward reads the stream and what is added to it once, and writes the sum and its norm, the norm in the dtype of whoever
 reads it. Backward reads the sum again and one number a token, and adds the two gradients that meet there, the norm's
 and that of the stream itself. A program of the backward pass goes through rows that are its own and sums their share of
-the weight's gradient, so that the result is the same in every run on one kind of GPU.
+the weight's gradient, so that the result is the same in every run on one kind of GPU. Whoever reads the norm need not
+keep it: it comes again from the sum and that number, the same to the bit (`ssm_tune.kernels.recompute`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
 
 _WIDEST = 16384  # channels: one program holds a whole row in registers
 _WARPS = 32  # of the backward pass on a multiprocessor: what its registers hold, at 64 a lane
@@ -44,6 +46,16 @@ def residual_rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / dim + eps)
     tl.store(scales + row, scale)
     normed = value * scale * _read(weight, 0, 0, places, inside)
+    tl.store(y + row * dim + places, normed.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_again_kernel(total, weight, scales, y, dim, total_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    inside = places < dim
+    value = _read(total, row, total_stride, places, inside)
+    normed = value * tl.load(scales + row) * _read(weight, 0, 0, places, inside)
     tl.store(y + row * dim + places, normed.to(y.dtype.element_ty), mask=inside)
 
 
@@ -89,14 +101,26 @@ def residual_rms_norm(
         raise Unsupported(f"{stream.shape[-1]} channels, at most {_WIDEST}")
     if not stream.numel():
         raise Unsupported("no tokens")
-    return _ResidualNorm.apply(stream, x, weight, eps, dtype)
+    y, total, scales = _ResidualNorm.apply(stream, x, weight, eps, dtype)
+    if recomputing() and y.requires_grad:
+        again, factors = reference_to(total), weight.detach()
+        recomputable([y], lambda: [_norm_again(again(), factors, scales, dtype)])
+    return y, total
+
+
+def _norm_again(total: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    values, y = _rows(total), torch.empty(total.shape, dtype=dtype, device=total.device)
+    rows, dim = values.shape
+    with device_of(total):
+        norm_again_kernel[(rows,)](values, weight.contiguous(), scales, y, dim, values.stride(0), **_sizes(dim))
+    return y
 
 
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, stream: Tensor, x: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         before, weight = _rows(stream), weight.contiguous()
         added = before if x is None else _rows(x)
         rows, dim = before.shape
@@ -111,11 +135,12 @@ class _ResidualNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, scales)
         ctx.x_dtype = None if x is None else x.dtype
         ctx.set_materialize_grads(False)
-        return y, total
+        ctx.mark_non_differentiable(scales)
+        return y, total, scales
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         total, weight, scales = ctx.saved_tensors
         if dy is None:
             dx = None if ctx.x_dtype is None or dtotal is None else dtotal.to(ctx.x_dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import slice_logits_to_keep
 
+from ssm_tune.kernels.recompute import recomputed
 from ssm_tune.mixers.cache_names import older_cache_names
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.documents import document_index, mask_labels
@@ -48,8 +49,9 @@ class Block(ResidualBlock, Patched):
         stream = stream.float() if self.residual_in_fp32 else stream
         mixer = self.mixer
         dtype = input_dtype(mixer.in_proj, stream, mixer.conv1d.weight.dtype)
-        stream, normed = add_and_normalise(self.norm, stream, added, dtype)
-        return stream, mixer(normed, **arguments)
+        with recomputed(stream):
+            stream, normed = add_and_normalise(self.norm, stream, added, dtype)
+            return stream, mixer(normed, **arguments)
 
 
 class Backbone(Patched):

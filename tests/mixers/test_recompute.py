@@ -185,6 +185,15 @@ def kept_bytes(model: Any, layout: Layout, hidden: int) -> int:
         return storages.alive(x, y, *model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_nothing_stays_where_backward_never_comes(kind: str) -> None:
+    model, layout = make_model(kind), LAYOUTS["packed"](make_documents())
+    run(model, layout, 100)  # what is worked out once
+    with Storages() as storages:
+        assert run(model, layout, 100).loss.requires_grad
+        assert storages.alive(*model.parameters()) < 64 * layout.labels.numel()  # what is known of documents
+
+
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "codestral", "bamba", "nemotron_h", "falcon_h1"])
 def test_a_mixer_keeps_no_more_than_the_fused_call_of_stock(kind: str, keep_everything: Callable[[], None]) -> None:
     model, layout = make_model(kind), LAYOUTS["packed rows"](make_documents())
