@@ -28,6 +28,7 @@ STATES = (4, 8, 16, 32)
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _BLOCKS = 4  # of a multiprocessor
 _MOST_ROWS = 65535  # of a grid
+_CAPABILITY = (8, 0)  # copies without waiting, TF32
 
 _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -81,6 +82,8 @@ def _check(given: list[Tensor], states: int) -> None:
     for tensor in given:
         if tensor.dtype not in _ELEMENTS:
             raise Unsupported(f"{tensor.dtype} is computed by the reference only")
+    if given[0].is_cuda and torch.cuda.get_device_capability(given[0].device) < _CAPABILITY:
+        raise Unsupported("needs a GPU of compute capability 8.0")
     if states not in STATES:
         raise Unsupported(f"{states} states, not one of {', '.join(map(str, STATES))}")
     if dim % 4:
