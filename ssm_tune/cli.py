@@ -285,6 +285,8 @@ def run_training(arguments: argparse.Namespace) -> int | None:
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():  # started by torchrun or accelerate
         from ssm_tune.launch import adopt
 
+        # Else torch shows its stack when the process that keeps the store ends, be it last of all.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         adopt(arguments.accelerate, arguments.processes)
         if _rank() > 0:  # rank 0 says it
             logging.disable(logging.WARNING)

@@ -45,10 +45,11 @@ class Peers:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._store = dist.PrefixStore("ssm_tune", dist.distributed_c10d._get_default_store())
         homes: list[Any] = [None] * self.count
-        dist.all_gather_object(homes, (socket.gethostname(), os.getpid()), group=self._group)
-        self._local = {
-            rank: pid for rank, (host, pid) in enumerate(homes) if host == socket.gethostname() and rank != self.rank
-        }
+        here = (socket.gethostname(), os.getpid(), os.getppid())
+        dist.all_gather_object(homes, here, group=self._group)
+        others = {rank: home for rank, home in enumerate(homes) if rank != self.rank}
+        self._local = {rank: pid for rank, (host, pid, _) in others.items() if host == here[0]}
+        self._siblings = {rank for rank in self._local if homes[rank][2] == here[2]}  # of the same launcher
         self.lost: int | None = None
         self._seen, self._ended = threading.Event(), threading.Event()
         self._last_word: Callable[[str], None] | None = None
@@ -92,8 +93,8 @@ class Peers:
         try:
             mine = json.dumps([self.rank, message])
             return self._store.compare_set(_FAILED, "", mine).decode() == mine
-        except RuntimeError:  # the store is gone with the process that kept it
-            return True
+        except RuntimeError:  # the store is gone with the process that kept it: one on each machine tells
+            return not any(_is_alive(pid) for rank, pid in self._local.items() if rank < self.rank)
 
     def leave(self) -> None:
         """This process ends as all do, or has told why it does: stop watching."""
@@ -117,8 +118,8 @@ class Peers:
         return Stopped(self._reason(), told=self._told())
 
     def _told(self) -> bool:
-        """Whether somebody else tells: the process that failed, or our launcher."""
-        return self._failure() is not None or "SSM_TUNE_LAUNCHER" in os.environ
+        """Whether somebody else tells: the process that failed, or our launcher, which knows its own."""
+        return self._failure() is not None or ("SSM_TUNE_LAUNCHER" in os.environ and self.lost in self._siblings)
 
     def _failure(self) -> tuple[int, str] | None:
         try:

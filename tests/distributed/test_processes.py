@@ -96,6 +96,26 @@ def test_launchers(folder: Path) -> None:
     assert "step 8/8" not in logs[1]
 
 
+def test_the_other_machine_is_told_who_was_killed(folder: Path) -> None:
+    """Two launchers as two machines, rank 0 killed, which keeps the store: each tells, without torch's stack."""
+    two = yaml.safe_load(shipped("accelerate_configs", "hsdp_2node.yaml").read_text())
+    (folder / "hsdp.yaml").write_text(yaml.safe_dump({**two, "use_cpu": True}))
+    command = (sys.executable, "-m", "ssm_tune", "sft", "x.yaml", "training.max_steps=2000")
+    command += ("--accelerate", "hsdp.yaml", "--processes", "2")
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29521"}
+    nodes = [start(folder, *command, NODE_RANK=str(rank), **where) for rank in (0, 1)]
+    deadline = time.monotonic() + 200
+    while not (folder / "run/metrics.jsonl").exists():
+        assert time.monotonic() < deadline and all(node.poll() is None for node in nodes)
+        time.sleep(0.2)
+    os.kill(json.loads((folder / "run/run.json").read_text())["pid"], signal.SIGKILL)
+    logs = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [137, 3], logs
+    assert logs[0].count("process 0 was ended by SIGKILL") == 1
+    assert len(re.findall(r"rank 0 \(process \d+\) ended without a word", logs[1])) == 1
+    assert "--resume" in logs[1] and len(logs[1].splitlines()) < 5, logs[1]
+
+
 def test_one_rank_fails_and_the_run_resumes_on_one_process(folder: Path) -> None:
     """A loss that is not a number on rank 1: told once, with the row, and exit code 3; then one process goes on."""
     tune = ("-m", "ssm_tune", "sft", "x.yaml")
