@@ -39,17 +39,7 @@ class DistributedTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
 
     def shard(self) -> None:
-        """Shard `self.model`.
-
-        Raises:
-            RecipeError: an optimizer that cannot take sharded parameters.
-        """
-        optimizer = str(self.args.optim)
-        if any(word in optimizer for word in ("8bit", "bnb", "paged", "adalomo", "galore", "apollo")):
-            raise RecipeError(
-                f"training.optim: {optimizer} does not know sharded parameters. Use adamw_torch_fused (its state is "
-                "sharded), or --accelerate ddp."
-            )
+        """Shard `self.model`."""
         shard_model(self.model, self.sharding, self.args.device, bf16=self.args.bf16)
         self._whole = replicated(self.model)
         self.is_distributed_loading_by_transformers = True
@@ -95,7 +85,10 @@ class DistributedTrainer(SFTTrainer):
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(*args, **kwargs)
+        try:
+            optimizer = super().create_optimizer(*args, **kwargs)
+        except ImportError as error:  # of a package that only this optimizer needs
+            raise RecipeError(f"training.optim: {error}") from error
         if self.sharding is not None:
             split_groups(optimizer)
         return optimizer

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from tiny import tiny_model
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
+from tiny import tiny_model, tiny_tokenizer
+
+from ssm_tune import RecipeError, tune
 from ssm_tune.optimizer import decayed_parameter_names
 
 
@@ -19,3 +23,12 @@ def test_state_space_parameters_norms_and_biases_do_not_decay(kind):
         assert "norm" not in name and not name.endswith("bias") and "A_log" not in name
     assert any("in_proj.weight" in name for name in decayed) and any("conv1d.weight" in name for name in decayed)
     assert any("embed" in name for name in decayed)
+
+
+@pytest.mark.skipif(find_spec("lomo_optim") is not None, reason="the package is there")
+def test_an_optimizer_whose_package_is_missing(tmp_path: Path) -> None:
+    rows = [{"prompt": "one and one is ", "completion": "2"}] * 2
+    output = tmp_path / "run"
+    with pytest.raises(RecipeError, match=r"training.optim: .*lomo"):
+        tune(tiny_model("mamba"), rows, method="full", tokenizer=tiny_tokenizer(), output_dir=output, optim="lomo")
+    assert not output.exists()
