@@ -12,6 +12,7 @@ A graph keeps the memory of its activations for itself.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,7 +163,20 @@ def record(blocks: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> 
     kind = hidden_states.device.type
     enabled = torch.is_autocast_enabled(kind)
     # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
-    with torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False):
+    cast = torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False)
+    with cast, _whatever_other_threads_do():
         recorded = torch.cuda.make_graphed_callables(blocks, samples, allow_unused_input=True)
     torch.cuda.empty_cache()  # of the batches before: a graph does not share its memory with them
     return recorded
+
+
+@contextmanager
+def _whatever_other_threads_do() -> Iterator[None]:
+    """CUDA breaks a recording off when any thread allocates memory, as a loader's does that pins batches, unless it is
+    told that only this thread counts; `make_graphed_callables` does not hand that on."""
+    before = torch.cuda.graph
+    torch.cuda.graph = functools.partial(before, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        torch.cuda.graph = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,25 @@ def test_on_a_gpu_gradients_of_several_batches_add_up(kind: str) -> None:
             found = accumulate()
         assert layer_graphs._graphs[model.backbone].replay is not None
     assert_same(found, expected, 1e-2)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_loader_that_pins_memory_does_not_break_a_recording_off(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("mamba2").cuda()
+    done = threading.Event()
+
+    def pin() -> None:
+        kept = []
+        while not done.is_set():
+            kept.append(torch.empty(2**14 + len(kept) * 2**12, pin_memory=True))
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        with graphs():
+            for seed in range(3):
+                loss_and_gradients(model, documents(20, 28), seed=seed)
+            assert layer_graphs._graphs[model.backbone].replay is not None, caplog.text
+    finally:
+        done.set()
+        thread.join()
