@@ -142,6 +142,7 @@ BACKENDS = (
     Backend("add_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("residual_rms_norm", "triton", "residual_norm_triton", _CUDA, "triton", _TRITON),
     Backend("residual_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
+    Backend("gated_rms_norm", "triton", "triton_gated_norm", _CUDA, "triton", _TRITON),
     Backend("gated_rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
     _hub("gated_rms_norm", "mamba_ssm_norm", HUB_MAMBA_SSM, _TRITON),
     Backend("gated_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),

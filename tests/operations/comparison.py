@@ -137,6 +137,11 @@ def norm_tensors(
     return {name: None if name in without else tensor for name, tensor in tensors.items()}
 
 
+def gated_norm_tensors(batch: int = 2, length: int = LENGTH, dim: int = 37) -> dict[str, Tensor | None]:
+    """The tensors of `gated_rms_norm`."""
+    return {"y": draw(batch, length, dim) * 3, "z": draw(batch, length, dim), "weight": draw(dim)}
+
+
 def residual_norm(function: Callable[..., Any], **settings: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """`residual_rms_norm`, as `results` wants it: the sum is in the place of a final state."""
 
@@ -208,7 +213,8 @@ def assert_equals_reference(
     rounded |= {name: tensors[name] for name in settings.get("wide", ()) if name in tensors}
     reference_settings = {name: v for name, v in settings.items() if name not in ("device", "wide", "view")}
     truth = getattr(reference, operation)
-    wrap = {"ssd_block": without_state, "residual_rms_norm": residual_norm}.get(operation)
+    wraps = {"ssd_block": without_state, "gated_rms_norm": without_state, "residual_rms_norm": residual_norm}
+    wrap = wraps.get(operation)
     truth = truth if wrap is None else wrap(truth)
     expected = results(truth, rounded, torch.float64, **reference_settings)
     found = results(function, rounded, dtype, **settings)

@@ -17,13 +17,22 @@ from comparison import (
     assert_equals_reference,
     assert_rounds_as_pytorch,
     conv_tensors,
+    gated_norm_tensors,
     norm_tensors,
     residual_norm,
     scan_tensors,
+    without_state,
 )
 from torch import Tensor
 
-from ssm_tune.kernels import recompute, reference, residual_norm_triton, triton_conv, triton_scan
+from ssm_tune.kernels import (
+    recompute,
+    reference,
+    residual_norm_triton,
+    triton_conv,
+    triton_gated_norm,
+    triton_scan,
+)
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 # Two documents, padding at both ends, between and inside them; numbers that return.
@@ -63,6 +72,27 @@ def conv(tensors: dict[str, Tensor | None], **settings: Any) -> None:
 def norm(tensors: dict[str, Tensor | None], given: dict[str, Any] | None = None, **settings: Any) -> None:
     function = residual_norm(residual_norm_triton.residual_rms_norm, **(given or {}))
     assert_equals_reference("residual_rms_norm", function, tensors, **{"tolerance": 1e-6} | settings)
+
+
+def gated_norm(tensors: dict[str, Tensor | None], **settings: Any) -> None:
+    """The norm after the gate, and before it."""
+    for norm_before_gate in (False, True):
+        given = {"tolerance": 1e-6, "eps": 1e-5, "norm_before_gate": norm_before_gate} | settings
+        assert_equals_reference("gated_rms_norm", without_state(triton_gated_norm.gated_rms_norm), tensors, **given)
+
+
+def gated_norm_into_a_wider_tensor() -> None:
+    """The gradient of z goes where it is told, between other numbers that stay; a frozen weight gets none."""
+    y, z, weight = (t.float() for t in gated_norm_tensors(length=5, dim=24).values())
+    out, scales = triton_gated_norm.normalise(y, z, weight, 1e-5, 12, False)
+    wide = torch.full((*z.shape[:2], 40), 7.0)
+    given = (torch.ones_like(out), y, z, weight, scales)
+    dy, dweight = triton_gated_norm.normalise_backward(*given, wide[..., 8:32], 12, False, need_weight=False)
+    leaves = [t.requires_grad_() for t in (y, z)]
+    truth = torch.autograd.grad(reference.gated_rms_norm(*leaves, weight, 1e-5, 12).sum(), leaves)
+    torch.testing.assert_close([dy, wide[..., 8:32]], list(truth))
+    assert dweight is None
+    assert (wide[..., :8] == 7).all() and (wide[..., 32:] == 7).all()
 
 
 def norm_with_one_reader() -> None:
@@ -191,6 +221,22 @@ CASES: dict[str, Callable[[], None]] = {
     "norm: of the rounded sum": norm_of_the_rounded_sum,
     # The interpreter cuts what it makes bfloat16 off instead of rounding it.
     "norm: rounded as PyTorch's": lambda: assert_rounds_as_pytorch(residual_norm_triton.residual_rms_norm, slack=2.1),
+    "gated norm: many tokens": lambda: gated_norm(gated_norm_tensors(length=9)),
+    "gated norm: groups": lambda: gated_norm(gated_norm_tensors(length=3, dim=48), group_size=12),
+    "gated norm: one token": lambda: gated_norm(gated_norm_tensors(batch=1, length=1, dim=1027)),
+    # Whose norm hardly changes with it: its gradient is what is left of a difference.
+    "gated norm: one channel": lambda: gated_norm(gated_norm_tensors(length=2, dim=1), tolerance=1e-2),
+    "gated norm: not contiguous": lambda: gated_norm(gated_norm_tensors(length=3), view=lose_contiguity),
+    "gated norm: part of a projection": lambda: gated_norm(
+        gated_norm_tensors(length=3, dim=24), view=of_a_projection, group_size=8
+    ),
+    "gated norm: bfloat16": lambda: gated_norm(
+        gated_norm_tensors(length=3, dim=40), dtype=torch.bfloat16, tolerance=ROUNDED
+    ),
+    "gated norm: float16, a float32 weight": lambda: gated_norm(
+        gated_norm_tensors(length=3, dim=40), dtype=torch.float16, wide=("weight",), tolerance=ROUNDED / 4
+    ),
+    "gated norm: into a wider tensor": gated_norm_into_a_wider_tensor,
     "nothing leaks": nothing_leaks,
     "recomputed outputs": recomputed_outputs,
 }

@@ -18,12 +18,15 @@ from comparison import (
     assert_equals_reference,
     assert_rounds_as_pytorch,
     conv_tensors,
+    gated_norm_tensors,
     norm_tensors,
     residual_norm,
     results,
     scan_tensors,
     seq_idx_of,
+    without_state,
 )
+from torch import Tensor
 
 from ssm_tune.kernels.backends import Unsupported
 
@@ -56,6 +59,15 @@ CASES = (
     "norm: one reader",
     "norm: of the rounded sum",
     "norm: rounded as PyTorch's",
+    "gated norm: many tokens",
+    "gated norm: groups",
+    "gated norm: one token",
+    "gated norm: one channel",
+    "gated norm: not contiguous",
+    "gated norm: part of a projection",
+    "gated norm: bfloat16",
+    "gated norm: float16, a float32 weight",
+    "gated norm: into a wider tensor",
     "nothing leaks",
     "recomputed outputs",
 )
@@ -197,6 +209,58 @@ def test_norm_rounds_as_pytorch_on_a_gpu() -> None:
     from ssm_tune.kernels.residual_norm_triton import residual_rms_norm
 
     assert_rounds_as_pytorch(residual_rms_norm, slack=1.02, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+@pytest.mark.parametrize(
+    ("length", "dim", "group_size"),
+    [
+        (1, 7, None),
+        (67, 37, None),
+        (67, 96, 24),
+        (3000, 1536, None),
+        (700, 4096, None),
+        (700, 8192, 1024),
+        (70, 5120, None),
+        (70, 16384, None),
+    ],
+)
+def test_gated_norm_on_a_gpu(length: int, dim: int, group_size: int | None, norm_before_gate: bool) -> None:
+    """Twice, since the weight's gradient is summed by many programs: to the bit the same. z is part of a projection."""
+    from ssm_tune.kernels.triton_gated_norm import gated_rms_norm
+
+    def view(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == 1 else torch.cat([tensor, tensor[..., :8]], dim=-1)[..., :dim]
+
+    tensors, operation = gated_norm_tensors(length=length, dim=dim), without_state(gated_rms_norm)
+    settings: dict[str, Any] = {"eps": 1e-5, "group_size": group_size, "norm_before_gate": norm_before_gate}
+    settings |= {"device": "cuda", "view": view}
+    assert_equals_reference("gated_rms_norm", operation, tensors, tolerance=2e-6, **settings)
+    once, again = (results(operation, tensors, torch.float32, **settings) for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    settings |= {"wide": ("weight",)}
+    assert_equals_reference("gated_rms_norm", operation, tensors, torch.bfloat16, ROUNDED, **settings)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 100e9, reason="needs 100 GB"
+)
+@pytest.mark.gpu
+def test_gated_norm_beyond_32_bit_offsets_on_a_gpu() -> None:
+    """The last of more than 2^31 numbers are what they are alone, forward and backward."""
+    from ssm_tune.kernels.triton_gated_norm import gated_rms_norm
+
+    dim = 4096
+    rows = 2**31 // dim + 100
+    y, z, dy = (torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    weight = torch.rand(dim, device="cuda")
+    alone = [t[-100:].clone().requires_grad_() for t in (y, z)]
+    whole = [t.requires_grad_() for t in (y, z)]
+    out, expected = gated_rms_norm(*whole, weight, 1e-5), gated_rms_norm(*alone, weight, 1e-5)
+    assert torch.equal(out[-100:], expected)
+    found, truth = torch.autograd.grad(out, whole, dy), torch.autograd.grad(expected, alone, dy[-100:])
+    assert all(torch.equal(one[-100:], other) for one, other in zip(found, truth, strict=True))
 
 
 @pytest.mark.skipif(
