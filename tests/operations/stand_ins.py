@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ssm_tune.kernels import reference
 
 CALLS: list[str] = []
+OUR_NORM = "ssm_tune.kernels.triton_gated_norm"  # a kernel for a GPU as well, which `ssd_block` is made of
 
 
 class _Kernel(torch.autograd.Function):
@@ -150,49 +151,89 @@ def mamba_chunk_scan_combined(
     return (y, state) if return_final_states else y
 
 
-def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    activation: str = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """Convolution, scan and norm, with what these know of documents; saves its input and the scan's output."""
-    CALLS.append("mamba_split_conv1d_scan_combined")
-    assert outproj_weight is None and outproj_bias is None and initial_states is None and not return_final_states
+# -- what `ssd_block` calls: functions without autograd, whose gradients go where they are told -----------------------
+
+
+def _mamba_chunk_scan_combined_fwd(x, dt, A, B, C, chunk_size, D, z, dt_bias, seq_idx, dt_softplus, dt_limit):
+    """The output, and, if there is a z to multiply by, what it was before."""
+    CALLS.append("_mamba_chunk_scan_combined_fwd")
     assert {t.dtype for t in (A, D, dt_bias)} == {torch.float32}
-    assert conv1d_bias is None or conv1d_bias.dtype == conv1d_weight.dtype
-    (heads,), dim = A.shape, len(A) * headdim
-    states = (len(conv1d_weight) - dim) // 2
+    settings = {"dt_bias": dt_bias, "seq_idx": seq_idx, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    with torch.autocast("cpu", enabled=False):  # of which no kernel knows
+        out = mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D, **settings)
+    return (out, None, *[None] * 4) if z is None else ((out.float() * F.silu(z.float())).to(x.dtype), out, *[None] * 4)
 
-    def compute(zxbcdt, conv1d_weight, conv1d_bias, A, D, dt_bias, rmsnorm_weight):
-        z, xBC, dt = zxbcdt.split([dim, len(conv1d_weight), heads], dim=-1)
-        xBC = causal_conv1d_fn(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation=activation)
-        x, B, C = xBC.transpose(1, 2).split([dim, states, states], dim=-1)
-        x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
-        out = mamba_chunk_scan_combined(
-            x, dt, A, B, C, chunk_size, D, None, dt_bias, seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit
-        )
-        if rmsnorm_weight is None:
-            return out.flatten(-2) * F.silu(z), (out,)
-        norm = (rmsnorm_eps, dim // ngroups, norm_before_gate)
-        return reference.gated_rms_norm(out.flatten(-2), z, rmsnorm_weight, *norm), (out, dt.new_zeros(dt.shape[:2]))
 
-    return _Kernel.apply(compute, zxbcdt, conv1d_weight, conv1d_bias, A, D, dt_bias, rmsnorm_weight)
+def _mamba_chunk_scan_combined_bwd(
+    dout, x, dt, A, B, C, out, chunk_size, D, z, dt_bias, seq_idx, dt_softplus, dt_limit, dx, ddt, dB, dC, dz=None
+):
+    """`out` is the output before z."""
+    CALLS.append("_mamba_chunk_scan_combined_bwd")
+    leaves = _leaves(x, dt, A, B, C, D, z, dt_bias)
+    with torch.enable_grad():
+        given = (*leaves[:5], chunk_size, *leaves[5:], seq_idx, dt_softplus, dt_limit)
+        y, before, *_ = _mamba_chunk_scan_combined_fwd(*given)
+    assert torch.equal(y if before is None else before, out)
+    found = _gradients(y, leaves, dout)
+    for given, gradient in zip((dx, ddt, dB, dC, dz), (found[i] for i in (0, 1, 3, 4, 6)), strict=True):
+        if given is not None:
+            given.copy_(gradient)
+    return (dx, ddt, found[2], dB, dC, found[5], dz, found[7], None)
+
+
+def causal_conv1d_fwd_function(x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation):
+    """`causal_conv1d_fn`."""
+    CALLS.append("causal_conv1d_fwd_function")
+    assert initial_states is None and final_states_out is None
+    assert bias is None or bias.dtype == weight.dtype
+    return causal_conv1d_fn(x, weight, bias, seq_idx, activation="silu" if silu_activation else None)
+
+
+def causal_conv1d_bwd_function(
+    x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, return_dinitial_states, silu_activation
+):
+    """Reads and writes the gradients, too, in pieces of 16 bytes."""
+    CALLS.append("causal_conv1d_bwd_function")
+    for tensor in (dout, dx):
+        assert tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0 and tensor.stride(2) % 8 == 0
+        assert tensor.data_ptr() % 16 == 0
+    leaves = _leaves(x, weight, bias)
+    with torch.enable_grad():
+        y = causal_conv1d_fwd_function(*leaves, seq_idx, initial_states, dfinal_states, silu_activation)
+    found = _gradients(y, leaves, dout)
+    dx.copy_(found[0])
+    return (dx, *found[1:], None)
+
+
+def normalise(y, z, weight, eps, group_size, norm_before_gate):
+    """Of our own kernel for a GPU; in the second place `eps` in the place of what depends on it."""
+    CALLS.append("normalise")
+    scales = torch.full((y.numel() // group_size,), eps)
+    return reference.gated_rms_norm(y, z, weight, eps, group_size, norm_before_gate), scales
+
+
+def normalise_backward(dout, y, z, weight, scales, dz, group_size, norm_before_gate, need_weight):
+    """Of our own kernel for a GPU."""
+    CALLS.append("normalise_backward")
+    leaves = _leaves(y, z, weight)
+    with torch.enable_grad():
+        out = reference.gated_rms_norm(*leaves, scales[0].item(), group_size, norm_before_gate)
+    found = _gradients(out, leaves, dout)
+    dz.view(-1, dz.shape[-1]).copy_(found[1].view(-1, dz.shape[-1]))
+    return found[0], found[2] if need_weight else None
+
+
+def _leaves(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().requires_grad_() for t in tensors]
+
+
+def _gradients(y: Tensor, leaves: list[Tensor | None], slope: Tensor) -> list[Tensor | None]:
+    """By all of them, None for what is None."""
+    found = iter(torch.autograd.grad(y, [t for t in leaves if t is not None], slope))
+    return [None if t is None else next(found) for t in leaves]
+
+
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def rmsnorm_fn(
@@ -309,20 +350,30 @@ def norm_of_fewer_arguments(x: Tensor, weight: Tensor, bias: None, z: Tensor, ep
 
 def modules() -> dict[str, ModuleType]:
     """What to put into sys.modules."""
+    convolutions = (causal_conv1d_fwd_function, causal_conv1d_bwd_function)
     contents = {
         "mamba_ssm": (),
         "mamba_ssm.ops": (),
         "mamba_ssm.ops.selective_scan_interface": (selective_scan_fn,),
         "mamba_ssm.ops.triton": (),
         "mamba_ssm.ops.triton.selective_state_update": (selective_state_update,),
-        "mamba_ssm.ops.triton.ssd_combined": (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined),
+        "mamba_ssm.ops.triton.ssd_combined": (
+            mamba_chunk_scan_combined,
+            _mamba_chunk_scan_combined_fwd,
+            _mamba_chunk_scan_combined_bwd,
+            *convolutions,
+        ),
+        "mamba_ssm._causal_conv1d": (),  # which the Hub's has
+        "mamba_ssm._causal_conv1d.cpp_functions": convolutions,
         "mamba_ssm.ops.triton.layer_norm": (rms_norm_fn,),
         "mamba_ssm.ops.triton.layernorm_gated": (rmsnorm_fn,),
         "causal_conv1d": (causal_conv1d_fn, causal_conv1d_update),
+        OUR_NORM: (normalise, normalise_backward),
     }
     found = {}
     for name, functions in contents.items():
         found[name] = ModuleType(name)
         found[name].__path__ = []
         vars(found[name]).update({function.__name__: function for function in functions})
+    found[OUR_NORM].WIDEST = 512
     return found

@@ -420,14 +420,15 @@ def test_what_is_found_about_documents() -> None:
     assert documents.find_documents(seq_idx[1:, 3:].clone()).is_padding is None
 
 
+WHOLE = "_mamba_chunk_scan_combined_fwd"  # called where a block is not done in parts
 BLOCK = {"head_dim": 8, "groups": 2, "group_size": 32, "chunk_size": 16}
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_ssd_block(documents: str) -> None:
     check_ssd_block(documents)
-    fused = documents != "padding on both sides and between"  # over which the convolution's kernel cannot reach
-    assert ("mamba_split_conv1d_scan_combined" in stand_ins.CALLS) == fused
+    whole = documents != "padding on both sides and between"  # over which the convolution's kernel cannot reach
+    assert (WHOLE in stand_ins.CALLS) == whole
 
 
 @pytest.mark.parametrize(
@@ -436,24 +437,38 @@ def test_ssd_block(documents: str) -> None:
         ((), {"norm_before_gate": True}),
         (("norm_weight",), {}),
         (("conv_bias",), {"dt_limit": (0.01, 0.2)}),
-        ((), {"group_size": None}),  # a norm over more than the heads of a group of B and C: in parts
+        ((), {"group_size": None}),  # a norm over more than the heads of a group of B and C
+        ((), {"group_size": 16}),
     ],
 )
 def test_ssd_block_with_other_arguments(without: tuple[str, ...], settings: dict[str, object]) -> None:
     check_ssd_block("padding right", without, **settings)
-    assert ("mamba_split_conv1d_scan_combined" in stand_ins.CALLS) == ("group_size" not in settings)
+    assert WHOLE in stand_ins.CALLS
+    assert ("normalise" in stand_ins.CALLS) == ("norm_weight" not in without)
+
+
+def test_ssd_block_with_a_norm_of_wide_groups_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[stand_ins.OUR_NORM], "WIDEST", 31)
+    check_ssd_block("start in the middle")
+    assert WHOLE not in stand_ins.CALLS
+
+
+def test_ssd_block_of_a_frozen_norm_gives_its_weight_no_gradient() -> None:
+    tensors = {name: t.float().requires_grad_(name != "norm_weight") for name, t in block_tensors().items()}
+    ours("mamba_ssm_block").ssd_block(**tensors, **BLOCK).square().sum().backward()
+    assert [name for name, t in tensors.items() if t.grad is None] == ["norm_weight"]
 
 
 @pytest.mark.parametrize("heads", [4, 3])
 def test_ssd_block_of_widths_that_are_not_multiples_of_eight(heads: int) -> None:
     check_ssd_block("start in the middle", heads=heads, groups=1, group_size=heads * 8)
-    assert "mamba_split_conv1d_scan_combined" not in stand_ins.CALLS
+    assert WHOLE not in stand_ins.CALLS
 
 
 def test_ssd_block_beyond_32_bit_offsets_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours("mamba_ssm_block"), "_LARGEST", 2 * 67 * 168)
     check_ssd_block("start in the middle")
-    assert "mamba_split_conv1d_scan_combined" not in stand_ins.CALLS
+    assert WHOLE not in stand_ins.CALLS
 
 
 def check_ssd_block(

@@ -48,6 +48,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The two repositories, in the place of the Hub's; and no packages installed, on a CPU that stands in for a GPU."""
     for name in ("mamba_ssm", "causal_conv1d"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, stand_ins.OUR_NORM, stand_ins.modules()[stand_ins.OUR_NORM])
     monkeypatch.setattr(backends, "_settings", backends._Settings())
     monkeypatch.setattr(packages, "_loaded", {})
     devices = {("cuda",): ("cpu",), ("cpu",): ("none",)}
