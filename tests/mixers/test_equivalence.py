@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraModel
 from rows import (
     LAYOUTS,
     LENGTHS,
@@ -35,6 +34,7 @@ from rows import (
 from tiny import EIGHT_HEADS, KINDS, tiny_config, tiny_model
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
+from ssm_tune.adapter import guard_lifted
 from ssm_tune.families import family_of
 from ssm_tune.mixers import patch_model
 
@@ -65,6 +65,8 @@ TOLERANCE = 1e-5
 # Of a gradient that is a sum over all tokens (D's, a bias's): on a GPU in another order than on the CPU.
 IN_ANOTHER_ORDER = {"cpu": 1e-5, "cuda": 4e-5}
 TOKENS = sum(length - 1 for length in LENGTHS)
+METHODS = ["full", "lora", "lora, checkpointing", "full, checkpointing"]
+TRAINED = ("plain", "packed", "packed rows", "left pads", "right pads")
 
 
 def gradients(model: Any, layouts: list[Layout], tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -92,13 +94,26 @@ def singles(device: str) -> list[Layout]:
     return [layout.to(device) for layout in alone(make_documents()) if layout.labels.numel() > 1]
 
 
-def with_adapters(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """LoRA on every projection of the mixers, neither half zero; PEFT's guard, which refuses out_proj, is stepped
-    round.
-    """
-    monkeypatch.setattr(LoraModel, "_check_target_module_compatiblity", lambda *_: None)
+def laid_out(name: str, device: str) -> list[Layout]:
+    """The documents in a layout of that name; plain: each that has labels in a batch of its own."""
+    return singles(device) if name == "plain" else [LAYOUTS[name](make_documents()).to(device)]
+
+
+def in_training(model: Any, method: str, device: str) -> Any:
+    """The model patched, on the device, in training mode, with gradient checkpointing if the method says so."""
+    patch_model(model).to(device).train()
+    if "checkpointing" in method:
+        model.gradient_checkpointing_enable()
+        if method.startswith("lora"):
+            model.enable_input_require_grads()
+    return model
+
+
+def with_adapters(model: Any) -> Any:
+    """LoRA on every projection of the mixers, neither half zero."""
     family = family_of(model.config.model_type)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(family.projections), lora_dropout=0.0))
+    with guard_lifted():
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(family.projections), lora_dropout=0.0))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -142,26 +157,20 @@ def test_logits_are_those_of_each_document_alone(kind: str, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("method", ["full", "lora", "lora, checkpointing", "full, checkpointing"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", EXACT)
-def test_gradients_are_those_of_each_document_alone(
-    kind: str, method: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_those_of_each_document_alone(kind: str, method: str, device: str) -> None:
     """Stock in evaluation mode is the truth; it reads dt_proj raw, so adapters are compared with ours, each alone."""
     model = tiny_model(kind)
     if method.startswith("lora"):
-        model = with_adapters(model, monkeypatch)
+        model = with_adapters(model)
         truth = patch_model(copy.deepcopy(model)).to(device).eval()
         wanted_loss, wanted = gradients(truth, singles(device), TOKENS)
     else:
         wanted_loss, wanted = stock_gradients(kind, device)
-    patch_model(model).to(device).train()
-    if "checkpointing" in method:
-        model.gradient_checkpointing_enable()
-        if method.startswith("lora"):
-            model.enable_input_require_grads()
-    for name in ("packed", "packed rows", "left pads", "right pads") if method == "full" else ("packed", "left pads"):
-        loss, got = gradients(model, [LAYOUTS[name](make_documents()).to(device)], TOKENS)
+    in_training(model, method, device)
+    for name in TRAINED if method != "full, checkpointing" else ("packed", "left pads"):
+        loss, got = gradients(model, laid_out(name, device), TOKENS)
         assert loss == pytest.approx(wanted_loss, rel=TOLERANCE), name
         assert [parameter for parameter, gradient in got.items() if not gradient.any()] == []
         error, parameter = worst_gradient(got, wanted)
@@ -239,3 +248,43 @@ def test_bfloat16_is_no_worse_than_stock(kind: str, device: str) -> None:
                 with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
                     got = layout.cut(run(model, layout).logits)
                 assert worst(got, truth) < 2 * noise, f"{name}, autocast {autocast}, training {training}"
+
+
+def model_for_bfloat16(kind: str, adapted: bool) -> Any:
+    """Float32 still; the same weights for the same arguments."""
+    model = tiny_model(kind, **EIGHT_HEADS.get(kind, {}))
+    torch.manual_seed(0)
+    return with_adapters(model) if adapted else model
+
+
+@cache
+def gradients_and_noise(kind: str, adapted: bool) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients in float32, and the worst relative error that stock makes in bf16, with each document alone.
+
+    Of an adapter that stock passes by (dt_proj's) there is no noise to go by: the worst of the others counts.
+    """
+    wanted = gradients(patch_model(model_for_bfloat16(kind, adapted)), singles("cpu"), TOKENS)[1]
+    stock = model_for_bfloat16(kind, adapted).bfloat16()
+    for single in singles("cpu"):
+        run(stock, single, TOKENS).loss.backward()
+    rough = {name: p.grad.float() for name, p in stock.named_parameters() if p.grad is not None}
+    return wanted, worst_gradient(rough, {name: wanted[name] for name in rough})[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["full", "lora", "lora, checkpointing"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_bfloat16_gradients_are_no_worse_than_stock(kind: str, method: str, device: str) -> None:
+    """bf16 weights with float32 SSM parameters and adapters: within twice stock's own bf16 noise."""
+    adapted = method.startswith("lora")
+    wanted, noise = gradients_and_noise(kind, adapted)
+    model = model_for_bfloat16(kind, adapted)
+    family = family_of(model.config.model_type)
+    for name, parameter in model.named_parameters():
+        if not family.is_ssm_parameter(name) and ".lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    in_training(model, method, device)
+    for name in ("plain", "packed", "left pads", "right pads"):
+        got = gradients(model, laid_out(name, device), TOKENS)[1]
+        error, parameter = worst_gradient({key: value.float().cpu() for key, value in got.items()}, wanted)
+        assert error < 2 * noise, f"{name}: {parameter}"
