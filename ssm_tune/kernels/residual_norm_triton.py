@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
+from ssm_tune.kernels.recompute_sums import add_to_sum
 
 _WIDEST = 16384  # channels: one program holds a whole row in registers
 _WARPS = 32  # of the backward pass on a multiprocessor: what its registers hold, at 64 a lane
@@ -132,6 +133,8 @@ class _ResidualNorm(torch.autograd.Function):
                 before, added, weight, total, y, scales, dim, eps, before.stride(0), added.stride(0),
                 HAS_X=x is not None, **_sizes(dim),
             )  # fmt: skip
+        if x is not None and any(ctx.needs_input_grad):
+            add_to_sum(stream, x, total)
         ctx.save_for_backward(total, weight, scales)
         ctx.x_dtype = None if x is None else x.dtype
         ctx.set_materialize_grads(False)

@@ -1,7 +1,8 @@
 """Residual blocks one after the other, so that one's addition and the next one's norm can be one kernel.
 
 A block called as a module adds what it computed to the stream itself. Here it hands both on, and the next block adds
-them while it normalises: the stream is read and written once a block instead of three times.
+them while it normalises: the stream is read and written once a block instead of three times, and backward gets it back
+from its end (`ssm_tune.kernels.recompute_sums`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+
+from ssm_tune.kernels.recompute_sums import running_sum
 
 
 class ResidualBlock:
@@ -31,9 +34,14 @@ def pass_through(blocks: Iterable[nn.Module], stream: Tensor, **arguments: Any) 
             stream = block(stream, **arguments)
         return stream
     added = None
-    for block in blocks:
-        stream, added = block.mix(stream, added, **arguments)
-    return stream if added is None else stream + added
+    with running_sum() as sums:
+        for block in blocks:
+            stream, added = block.mix(stream, added, **arguments)
+        if added is None:
+            return stream
+        total = stream + added
+        sums.follow(stream, added, total)
+    return total
 
 
 def _can_be_joined(block: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Models whose residual stream goes through the interpreted Triton kernels, with recomputation and without.
 
-Run by `test_stream_memory.py` in a process of its own: the interpreter is chosen when Triton is imported.
+Run by `test_stream_memory.py` in a process of its own, with the cases as JSON: the interpreter is chosen when
+Triton is imported.
 """
 
 from __future__ import annotations
@@ -8,19 +9,26 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from rows import alone, make_documents, run
+from rows import alone, make_documents, run, worst_gradient
 from storages import Storages
-from tiny import PURE, tiny_model
+from tiny import tiny_model
+from torch import Tensor
 
 from ssm_tune import kernels
 from ssm_tune.kernels import recompute, residual_norm_triton
 from ssm_tune.mixers import norms, patch_model
 
-TOKENS = 9
+TOKENS = 5
+
+
+class Found(NamedTuple):
+    kept: int  # bytes that the forward pass leaves for backward
+    left: int  # bytes that backward leaves beside those, in a graph that is kept
+    gradients: dict[str, Tensor]
 
 
 def model_of(kind: str) -> Any:
@@ -28,37 +36,47 @@ def model_of(kind: str) -> Any:
     return patch_model(tiny_model(kind, num_hidden_layers=3)).train()
 
 
-def measure(model: Any, low: bool) -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes that the forward pass leaves for backward, and the gradients."""
-    layout = next(alone(make_documents((TOKENS,))))
+def measure(model: Any, low: bool) -> Found:
+    layout, parameters = next(alone(make_documents((TOKENS,)))), list(model.parameters())
     model.zero_grad()
-    with Storages() as storages, torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
-        loss = run(model, layout, 100).loss
-        kept = storages.alive(loss, *model.parameters())
-    loss.backward()
-    return kept, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    with Storages() as storages:
+        with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
+            loss = run(model, layout, 100).loss
+        kept = storages.alive(loss, *parameters)
+        loss.backward(retain_graph=True)
+        left = storages.alive(loss, *parameters, *(p.grad for p in parameters if p.grad is not None)) - kept
+    loss.backward()  # what is computed again can be computed again
+    return Found(kept, left, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
 
-def compare(kind: str, low: bool) -> dict[str, Any]:
-    """What the norms' recomputation saves, in bytes for each number of the stream in a layer; and whether it matters
-    to a gradient."""
-    model = model_of(kind)
-    few, got = measure(model, low)
+def compare(model: Any, low: bool) -> dict[str, Any]:
+    """What recomputation saves, in bytes for each number of the stream in a layer, and what it does to gradients."""
+    everything = measure(model, low)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residual_norm_triton, "add_to_sum", lambda *_: None)
+        norms_only = measure(model, low)
         patch.setattr(residual_norm_triton, "recomputing", lambda: False)
-        many, wanted = measure(model, low)
-    numbers = TOKENS * model.config.hidden_size * len(model.backbone.layers)
-    assert all(gradient.any() for gradient in wanted.values())
+        nothing = measure(model, low)
+    numbers, layers = TOKENS * model.config.hidden_size, len(model.backbone.layers)
+    assert all(gradient.any() for gradient in nothing.gradients.values())
     return {
-        "norms": (many - few) / numbers,
-        "differ": [name for name, gradient in wanted.items() if not torch.equal(gradient, got[name])],
+        "norms": (nothing.kept - norms_only.kept) / numbers / layers,
+        "differ": [n for n, wanted in nothing.gradients.items() if not torch.equal(wanted, norms_only.gradients[n])],
+        "sums": (norms_only.kept - everything.kept) / numbers / (layers - 1),  # the first stays as it is
+        "error": worst_gradient(everything.gradients, nothing.gradients),
+        "left": [everything.left, norms_only.left],
     }
 
 
 def main() -> None:
     kernels.residual_rms_norm = residual_norm_triton.residual_rms_norm
     norms.DEVICES = recompute.DEVICES = ("cpu",)
-    json.dump({kind: {str(low): compare(kind, low) for low in (False, True)} for kind in PURE}, sys.stdout)
+    found = {f"{kind} {dtype}": compare(model_of(kind), dtype == "low") for kind, dtype in json.loads(sys.argv[1])}
+    model = model_of("mamba")
+    for block in model.backbone.layers:
+        block.mixer.in_proj.requires_grad_(False)
+    found["frozen low"] = compare(model, True)
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
