@@ -124,6 +124,9 @@ def test_norm_speed_in_small() -> None:
     lines = run("norm_speed.py", "--tokens", "4", TRITON_INTERPRET="1").splitlines()
     assert [line[:25].split()[0] for line in lines[1:]] == ["mamba-130m"] * 2 + ["mamba-1.4b"] * 2
     assert all(float(line.split()[-2]) > 0 for line in lines[1:])
+    lines = run("norm_speed.py", "--gated", "--tokens", "4", TRITON_INTERPRET="1").splitlines()
+    assert [line.split()[:2] for line in lines[2::2]] == [["mamba2-130m", "ours"], ["mamba2-1.3b", "ours"]]
+    assert all(float(line.split()[-2]) > 0 for line in lines[2::2])
 
 
 @pytest.mark.slow
