@@ -12,7 +12,7 @@ from ssm_tune.data.prepare import Task, training_texts
 from ssm_tune.data.stream_data import is_streamed, shard_writer, stream_texts
 from ssm_tune.data.token_shards import INDEX, TOKENIZER, TokenShards
 from ssm_tune.recipe import DataSection, Recipe, RecipeError, TokenizerSection
-from ssm_tune.tokenizer import TRAINED_CHARACTERS, BoundedTexts, load_tokenizer
+from ssm_tune.tokenizer import ASKED_SIZE, DEFAULT_SIZE, TRAINED_CHARACTERS, BoundedTexts, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,10 +76,12 @@ def trained_tokenizer(
     for folder in known:
         if (folder / "tokenizer.json").is_file():
             tokenizer = load_tokenizer(TokenizerSection(str(folder), section.chat_template), None)
-            wanted = section.vocab_size
-            if wanted is not None and len(tokenizer) > wanted:
+            wanted = section.vocab_size or DEFAULT_SIZE
+            made = tokenizer.init_kwargs.get(ASKED_SIZE, wanted)  # it has fewer tokens where the data gave no more
+            if made != wanted or len(tokenizer) > wanted:
                 raise RecipeError(
-                    f"tokenizer.vocab_size: {wanted:,}, but the tokenizer in {folder} has {len(tokenizer):,} tokens."
+                    f"tokenizer.vocab_size: {wanted:,}, but the tokenizer in {folder} was made for {made:,}, with "
+                    f"{len(tokenizer):,} tokens. Write that number, or use another folder."
                 )
             return tokenizer, [f"tokenizer: {len(tokenizer):,} tokens, from {folder}"]
     found = stream_texts(data) if is_streamed(data) else training_texts(data, task, rows)

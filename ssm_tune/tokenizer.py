@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _SPARE = re.compile(r"pad|reserved|unused|placeholder|extra_id", re.IGNORECASE)
 TRAINED_CHARACTERS = 100_000_000  # of the data: enough for the merges of 50,000 tokens, minutes of work
+DEFAULT_SIZE = 32768  # of a tokenizer trained here
+ASKED_SIZE = "trained_vocab_size"  # in the saved settings of a tokenizer trained here: what was asked for
 _END, _PAD = "<|endoftext|>", "<|padding|>"  # of tokenizers trained here; GPT-NeoX's names
 
 
@@ -47,7 +49,7 @@ def load_tokenizer(
     if section.train:
         if texts is None:
             raise ValueError("a tokenizer that is to be trained needs texts")
-        tokenizer = train_tokenizer(texts, section.vocab_size or 32768)
+        tokenizer = train_tokenizer(texts, section.vocab_size or DEFAULT_SIZE)
     else:
         tokenizer = _find_tokenizer(section.name, model_name, revision)
     return adopt_tokenizer(tokenizer, section, config)
@@ -160,7 +162,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END, bos_token=_END, pad_token=_PAD)
+    marks = {"eos_token": _END, "bos_token": _END, "pad_token": _PAD, ASKED_SIZE: vocab_size}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **marks)
 
 
 def read_template(path: Path, tokenizer: PreTrainedTokenizerBase) -> str:

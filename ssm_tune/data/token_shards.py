@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ssm_tune.data.blocks import TextEncoder, is_held_out
 from ssm_tune.data.documents import Document, DocumentSource, Position, Reader
+from ssm_tune.data.files import list_files
 from ssm_tune.data.shard_source import Part, ShardSource
 from ssm_tune.recipe import DataSection, DataSource, RecipeError
 
@@ -57,6 +58,19 @@ def source_marks(section: DataSection) -> list[list[str]]:
     marks = [mark("train", source) for source in section.train]
     marks += [mark("eval", source) for source in section.eval or []]
     return [*marks, ["eval_fraction", str(section.eval_fraction or 0)]]
+
+
+def source_sizes(section: DataSection) -> list[int | None]:
+    """Bytes of each entry's files, so that a file that has changed is noticed; None for what is not here (any more)."""
+    sizes: list[int | None] = []
+    for source in [*section.train, *(section.eval or [])]:
+        path = Path(source.path).expanduser()
+        try:
+            files = list_files(path, source.split.partition("[")[0]) if path.exists() else []
+        except RecipeError:  # what was read is not here, as if the path were not
+            files = []
+        sizes.append(sum(file.stat().st_size for file in files) or None)
+    return sizes
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -93,6 +107,7 @@ class ShardWriter:
             "tokenizer": tokenizer_mark(self.encoder.tokenizer),
             "tokenizer_name": self.encoder.tokenizer.name_or_path,
             "sources": source_marks(self.section),
+            "sizes": source_sizes(self.section),
             "dtype": self.dtype.name,
         }
 
@@ -103,7 +118,7 @@ class ShardWriter:
             return False
         done = _read(file)
         check_facts(self.folder, done, self.facts())
-        self.parts = [Part(**part) for part in done["parts"]]
+        self.parts = done["parts"]
         self._entry, self._position = done["entry"], done["position"]
         return True
 
@@ -201,6 +216,13 @@ def check_facts(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> 
                 f"data.prepared: {folder} was made of other data: {told[0]}, where the recipe has {told[1]}. Prepare "
                 "into another folder."
             )
+    sizes = zip(found.get("sizes", ()), wanted["sizes"], found["sources"], strict=False)  # absent in older folders
+    for before, now, (_, name, *_) in sizes:
+        if None not in (before, now) and before != now:
+            raise RecipeError(
+                f"data.prepared: {folder} was made of {before:,} bytes of {name}, which has {now:,} now. Prepare into "
+                "another folder."
+            )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -208,9 +230,13 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"data.prepared: {file} cannot be read: {error}.") from error
-    if not isinstance(found, dict) or found.get("format") != 1:
-        raise RecipeError(f"data.prepared: {file} is not of this version's format. Prepare again into another folder.")
-    return found
+    facts = {"format", "tokenizer", "tokenizer_name", "sources", "dtype", "parts"}
+    try:
+        if found["format"] == 1 and facts <= found.keys() and np.dtype(found["dtype"]):
+            return {**found, "parts": [Part(**part) for part in found["parts"]]}
+    except (TypeError, KeyError, AttributeError):
+        pass  # told below
+    raise RecipeError(f"data.prepared: {file} is not of this version's format. Prepare again into another folder.")
 
 
 def _write_text(target: Path, text: str) -> None:
@@ -260,7 +286,7 @@ class TokenShards:
             )
         self.index = _read(folder / INDEX)
         self.dtype = np.dtype(self.index["dtype"])
-        self.parts = [Part(**part) for part in self.index["parts"]]
+        self.parts: list[Part] = self.index["parts"]
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -294,6 +320,7 @@ class TokenShards:
             "tokenizer": tokenizer_mark(tokenizer),
             "tokenizer_name": tokenizer.name_or_path,
             "sources": source_marks(section),
+            "sizes": source_sizes(section),
         }
         check_facts(self.folder, self.index, wanted)
 

@@ -110,6 +110,48 @@ def test_damage_and_other_recipes_are_told(tmp_path: Path) -> None:
         TokenShards(tmp_path / "nowhere")
 
 
+def test_a_file_that_has_changed_since_is_told(tmp_path: Path) -> None:
+    section = section_of(tmp_path)
+    shards = written(section)
+    shards.check_recipe(TOKENIZER, section)
+    second = tmp_path / "second.jsonl"
+    second.write_text(second.read_text() + '{"text": "more"}\n')
+    with pytest.raises(RecipeError, match=r"was made of [\d,]+ bytes of second.jsonl, which has [\d,]+ now"):
+        shards.check_recipe(TOKENIZER, section)
+    second.unlink()  # no longer needed: the tokens are there
+    shards.check_recipe(TOKENIZER, section)
+
+
+@pytest.mark.parametrize("lost", ["format", "sources", "dtype", "parts", "sha256"])
+def test_an_index_that_lacks_something_is_told(lost: str, tmp_path: Path) -> None:
+    written(section_of(tmp_path))
+    file = tmp_path / "tokens" / "index.json"
+    index = json.loads(file.read_text())
+    del (index["parts"][0] if lost == "sha256" else index)[lost]
+    file.write_text(json.dumps(index))
+    with pytest.raises(RecipeError, match=r"index\.json is not of this version's format"):
+        TokenShards(tmp_path / "tokens")
+
+
+def test_another_size_for_a_tokenizer_that_was_trained_is_told(tmp_path: Path) -> None:
+    """Also where the data gave fewer tokens than were asked for."""
+    section = section_of(tmp_path)
+    values = {
+        "model": {"architecture": "mamba", "size": "130m"},
+        "tokenizer": {"train": True, "vocab_size": 2000},
+        "data": {
+            "train": [{"path": source.path, "weight": 1} for source in section.train],
+            "prepared": section.prepared,
+        },
+        "training": {"max_steps": 1},
+    }
+    prepare_shards(recipe_from_dict(values))
+    prepare_shards(recipe_from_dict(values))
+    for size in (1999, 2001, None):
+        with pytest.raises(RecipeError, match=r"was made for 2,000, with [\d,]+ tokens"):
+            prepare_shards(recipe_from_dict({**values, "tokenizer": {"train": True, "vocab_size": size}}))
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     write_lines(tmp_path / "rows.jsonl", texts(200))
