@@ -47,8 +47,11 @@ def project_without_bias(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor |
     dt_proj's bias is about -5 while what it is added to is small: their sum, rounded to bfloat16, changes step sizes
     by one or two per cent. The scan adds the bias in float32 instead. The bias is taken away for the duration of the
     call, rather than subtracted afterwards, so that every kind of layer (quantised, LoRA, DoRA) leaves it out before
-    it rounds.
+    it rounds. Adapters of other kinds may do more to the output than add to it (IA3 scales it, bias and all): with
+    them the bias stays where it is.
     """
+    if "base_layer" in linear._modules and "lora_A" not in linear._modules:
+        return project(linear, x), None
     owner = _bias_owner(linear)
     bias = owner._parameters["bias"]
     if bias is None:

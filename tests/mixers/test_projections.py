@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from rows import relative_error
 from torch import nn
 
@@ -40,6 +40,16 @@ def test_bias_is_left_out_inside_adapters(settings: dict) -> None:
     with model.disable_adapter():
         without, bias = project_without_bias(layer, x)
         assert relative_error(without + bias, layer(x)) < 1e-6
+
+
+def test_an_adapter_that_scales_the_bias_keeps_it() -> None:
+    config = IA3Config(target_modules=["dt_proj"], feedforward_modules=[], init_ia3_weights=False)
+    layer, x = get_peft_model(Holder(), config).base_model.model.dt_proj, torch.randn(3, 4)
+    torch.nn.init.uniform_(layer.ia3_l["default"], 0.5, 2.0)
+    got, bias = project_without_bias(layer, x)
+    assert bias is None and torch.equal(got, layer(x))
+    layer.merge()
+    assert relative_error(project_without_bias(layer, x)[0], got) < 1e-6
 
 
 def test_gradients_reach_weight_bias_and_input() -> None:
