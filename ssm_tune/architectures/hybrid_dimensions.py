@@ -73,7 +73,7 @@ def plan_hybrid(section: ModelSection, vocab_size: int, tokens: Mapping[str, int
         )
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise RecipeError(f"model.dimensions: {reason(error)}") from error
-    _check_attention(config, section.architecture)
+    _check_config(config, section.architecture)
     return config
 
 
@@ -256,8 +256,14 @@ _PLACES = {
 }
 
 
-def _check_attention(config: PreTrainedConfig, architecture: str | None) -> None:
-    """Raises RecipeError for attention that cannot be, or is nowhere where the class cannot do without it."""
+def _check_config(config: PreTrainedConfig, architecture: str | None) -> None:
+    """Raises RecipeError for what the class itself passes over: attention that cannot be, or is nowhere where it cannot
+    do without, and a tied head that it does not tie."""
+    if config.tie_word_embeddings and config.model_type == "nemotron_h":
+        raise RecipeError(
+            f"model.dimensions.tie_word_embeddings: the head of this {architecture} cannot be the embedding; "
+            "transformers' Nemotron-H, which it is built on, ties none. Leave it out."
+        )
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if heads % groups:
         raise RecipeError(

@@ -335,3 +335,17 @@ def test_a_size_keeps_the_share_that_is_not_asked_for() -> None:
 def test_a_pattern_is_repeated_to_the_layers_that_are_asked_for() -> None:
     keys = {"architecture": "hybrid", "mixer": "mamba3", "pattern": "M*M-", "layers": 8}
     assert plan(**keys, dimensions={"hidden_size": 64}).pattern == "M*M-M*M-"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SECTIONS if not kind.startswith("mamba hybrid as")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_tied_as_asked_or_the_wish_is_refused(kind: str, tied: bool) -> None:
+    keys = SECTIONS[kind][0]
+    keys = {**keys, "dimensions": {**keys["dimensions"], "tie_word_embeddings": tied}}
+    if tied and SECTIONS[kind][1] == "NemotronHForCausalLM":
+        with pytest.raises(RecipeError, match=r"model\.dimensions\.tie_word_embeddings: the head of this"):
+            plan(**keys)
+        return
+    model = meta_model(plan(**keys))
+    model.tie_weights()
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
