@@ -160,3 +160,27 @@ def test_nothing_is_left_in_the_cache_of_autocast() -> None:
             linear.weight.mul_(2.0)
             linear.bias.mul_(2.0)
         assert torch.equal(project(linear, x), 2 * before)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_gradient_of_the_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to the truth than bfloat16 can say, and the copy of the weight is not kept."""
+    linear = nn.Linear(1024, 2048, bias=False).cuda()
+    x = torch.randn(4, 256, 1024, device="cuda", dtype=torch.bfloat16)
+    slopes = torch.randn(4, 256, 2048, device="cuda", dtype=torch.bfloat16)
+    wanted = slopes.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    errors, kept, outputs = [], [], []
+    for devices in (("cuda",), ()):
+        monkeypatch.setattr(recompute, "DEVICES", devices)
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = project(linear, x)
+        kept.append(torch.cuda.memory_allocated() - before - 2 * y.numel())
+        (gradient,) = torch.autograd.grad(y, linear.weight, slopes)
+        assert gradient.dtype == torch.float32
+        errors.append(float((gradient - wanted).norm() / wanted.norm()))
+        outputs.append(y.detach())
+        del y, gradient
+    assert errors[0] < 1e-5 < 1e-3 < errors[1]
+    assert kept[0] < 2**20 <= kept[1] - kept[0]  # 4 MiB of copy
+    assert torch.equal(*outputs)

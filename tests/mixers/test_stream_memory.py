@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import PURE
+import torch
+from rows import make_documents, packed, run, worst_gradient
+from tiny import PURE, tiny_model
+
+from ssm_tune.kernels import recompute, recompute_sums
+from ssm_tune.mixers import patch_model
 
 TESTS = Path(__file__).parents[1]
 CASES = [(kind, "low") for kind in PURE] + [("mamba", "wide"), ("mamba2", "wide")]  # low: under autocast
@@ -52,3 +57,35 @@ def test_norms_that_nobody_keeps_cost_nothing(found: Found) -> None:
 
 def test_backward_lets_go_of_what_it_computed_again(found: Found) -> None:
     assert {name: result["left"] for name, result in found.items() if any(result["left"])} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [37, 768, 2048, 4096, 16384])
+def test_norms_come_again_to_the_bit_on_a_gpu(dim: int, dtype: torch.dtype) -> None:
+    from ssm_tune.kernels.residual_norm_triton import residual_rms_norm
+
+    stream = torch.randn(2, 300, dim, device="cuda", requires_grad=True)
+    x, weight = torch.randn(2, 300, dim, device="cuda", dtype=torch.bfloat16), torch.rand(dim, device="cuda")
+    for added in (x, None):
+        with recompute.recomputed(stream):
+            y, _ = residual_rms_norm(stream, added, weight, 1e-5, dtype)
+            address, product = y.data_ptr(), y * y
+        again = product.grad_fn._saved_self
+        assert again.data_ptr() != address and torch.equal(again, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PURE)
+def test_gradients_by_sums_from_their_end_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the stream kept, within what bfloat16 rounds."""
+    model, given, found = patch_model(tiny_model(kind, num_hidden_layers=4)).cuda().train(), make_documents(), []
+    for keep in (lambda: None, lambda: monkeypatch.setattr(recompute_sums.RunningSum, "follow", lambda *_: None)):
+        keep()
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = run(model, packed(given).to("cuda"), 100).loss
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    error, name = worst_gradient(*found)
+    assert error < 2e-3, name
