@@ -281,9 +281,11 @@ class SSMTrainer(DistributedTrainer):
                 position = self.stream.state_at(steps * self.args.gradient_accumulation_steps)
                 write_state(staged, self.args.process_index, position)
             self.accelerator.wait_for_everyone()
+            best = self.state.best_model_checkpoint == str(staged)
+            if best:
+                self.state.best_model_checkpoint = str(target)  # on every rank: together they load it in the end
             if self.accelerator.is_main_process:
-                if self.state.best_model_checkpoint == str(staged):
-                    self.state.best_model_checkpoint = str(target)
+                if best:
                     self.state.save_to_json(str(staged / "trainer_state.json"))
                 (staged / WINDOW).write_text(json.dumps(window), encoding="utf-8")
                 self.folder.commit_checkpoint(staged)

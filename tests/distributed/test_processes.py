@@ -152,6 +152,15 @@ def test_a_row_that_one_rank_refuses(folder: Path) -> None:
     assert not (folder / "run").exists()
 
 
+def test_the_best_checkpoint_is_loaded_by_all(folder: Path) -> None:
+    more = ("data.eval_fraction=0.3", "training.load_best_model_at_end=true", "training.eval_steps=3")
+    more += ("training.eval_strategy=steps", "training.learning_rate=0.5", "training.ddp_timeout=30")
+    run(folder, *TORCHRUN, "--standalone", "-m", "ssm_tune", "sft", "x.yaml", "--accelerate", "fsdp2_cpu", *more)
+    assert status(folder / "run") == "complete"
+    state = json.loads((folder / "run/checkpoints/checkpoint-6/trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] in ("run/checkpoints/checkpoint-3", "run/checkpoints/checkpoint-6")
+
+
 def test_preemption(folder: Path) -> None:
     """SIGTERM to all processes, as a scheduler sends it, and again by the launcher: a checkpoint, and exit code 143."""
     faulty = ("--standalone", "-m", "faulty", "sft", "x.yaml", "training.max_steps=200", "--accelerate", "fsdp2_cpu")
