@@ -174,9 +174,8 @@ def test_both_quantisations_at_once(write) -> None:
 
 
 def test_keys_of_one_architecture_that_exclude_each_other(write) -> None:
-    text = (
-        "model: {architecture: mamba, pattern: MMA, mlp_ratio: 0.4, revision: main}\ndata: {train: [{path: rows.jsonl}]}\n"
-    )
+    keys = "{architecture: mamba, pattern: MMA, mlp_ratio: 0.4, revision: main}"
+    text = f"model: {keys}\ndata: {{train: [{{path: rows.jsonl}}]}}\n"
     mistakes = mistakes_of(write(text))
     assert len(mistakes) == 2
     assert "model.revision belongs to a checkpoint" in mistakes[0]
