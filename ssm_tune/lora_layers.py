@@ -45,8 +45,9 @@ class DirectLinear(lora.Linear):
         if isinstance(dropout, nn.Identity) or not self.training:
             return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter])
         # Two inputs then: what the adapter gets is not what the base gets.
-        y, h = F.linear(x, base.weight, base.bias), F.linear(dropout(x), A)
-        return torch.addmm(y.flatten(0, -2), h.flatten(0, -2), B.t(), alpha=self.scaling[adapter]).view(y.shape)
+        delta = F.linear(F.linear(dropout(x), A).mul(self.scaling[adapter]), B)
+        y = torch.addmm(delta.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view(delta.shape)
+        return y if base.bias is None else y + base.bias
 
     def _only_adapter(self) -> str | None:
         """The adapter in use, if it is the only one and is not merged."""
@@ -74,8 +75,13 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            y, h = F.linear(x, weight, bias), F.linear(x, A)
-            y.view(-1, y.shape[-1]).addmm_(h.view(-1, h.shape[-1]), B.t(), alpha=scale)
+            h = F.linear(x, A)
+            # The adapter's part first, and the base's product added to it before anything is rounded: the other way
+            # round, a part that is smaller than a rounding of the base's output is lost in it, for every token alike.
+            y = F.linear(h * scale, B)
+            y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+            if bias is not None:
+                y.add_(bias)
         ctx.save_for_backward(x, weight, A, B, h)
         ctx.scale = scale
         return y
@@ -88,7 +94,7 @@ class _LoraLinear(torch.autograd.Function):
             dh = torch.mm(flat, B).mul_(ctx.scale)
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = torch.mm(flat, weight).addmm_(dh, A).view(x.shape)
+                dx = torch.mm(dh, A).addmm_(flat, weight).view(x.shape)
             dA = torch.mm(dh.t(), rows) if ctx.needs_input_grad[3] else None
             dB = torch.mm(flat.t(), h.flatten(0, -2)).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
         return dx, None, None, dA, dB, None

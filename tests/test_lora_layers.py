@@ -158,3 +158,19 @@ def test_files_and_copies_are_as_before(tmp_path: Any) -> None:
     x = torch.randn(*TOKENS, INPUTS)
     torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
     assert isinstance(model.base_model.model.first, lora.Linear)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["one input", "two inputs"])
+def test_small_adapters_are_not_lost_in_the_rounding_of_the_base(dropout: float) -> None:
+    """The map that an adapter adds, fitted to outputs in bfloat16: with 1e-4 in B, far below a rounding of any output."""
+    model = cast_adapters_only(adapted(torch.bfloat16, with_bias=False, lora_dropout=dropout)).train()
+    layer = model.base_model.model.first
+    nn.init.normal_(layer.lora_B["default"].weight, std=1e-4)
+    x = torch.randn(20_000, INPUTS, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with torch.no_grad():
+        added = model(x).double() - x.double() @ layer.base_layer.weight.double().t()
+        truth = (
+            layer.scaling["default"] * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        )
+    fitted = torch.linalg.lstsq(x.double(), added).solution.t()
+    assert (fitted - truth).norm() <= 0.25 * truth.norm()
