@@ -162,7 +162,7 @@ def test_files_and_copies_are_as_before(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["one input", "two inputs"])
 def test_small_adapters_are_not_lost_in_the_rounding_of_the_base(dropout: float) -> None:
-    """The map that an adapter adds, fitted to outputs in bfloat16: with 1e-4 in B, far below a rounding of any output."""
+    """The map that an adapter adds, fitted to outputs in bfloat16; 1e-4 in B is far below a rounding of any output."""
     model = cast_adapters_only(adapted(torch.bfloat16, with_bias=False, lora_dropout=dropout)).train()
     layer = model.base_model.model.first
     nn.init.normal_(layer.lora_B["default"].weight, std=1e-4)
