@@ -166,9 +166,10 @@ def test_nothing_is_left_in_the_cache_of_autocast() -> None:
 def test_on_a_gpu_the_gradient_of_the_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearer to the truth than bfloat16 can say, and the copy of the weight is not kept."""
     linear = nn.Linear(1024, 2048, bias=False).cuda()
-    x = torch.randn(4, 256, 1024, device="cuda", dtype=torch.bfloat16)
+    # With a gradient of its own, for which the product's backward needs the weight.
+    x = torch.randn(4, 256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     slopes = torch.randn(4, 256, 2048, device="cuda", dtype=torch.bfloat16)
-    wanted = slopes.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    wanted = slopes.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
     errors, kept, outputs = [], [], []
     for devices in (("cuda",), ()):
         monkeypatch.setattr(recompute, "DEVICES", devices)
