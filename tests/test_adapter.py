@@ -33,6 +33,11 @@ from ssm_tune.ssm_parameters import find_ssm_parameters
 from ssm_tune.targets import adapter_targets, find_targets
 
 
+def assert_equal_up_to_rounding(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """PyTorch's products of weights that need no gradient round otherwise on some processors."""
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def section(**changes: Any) -> Any:
     """An adapter section of a recipe."""
     keys = {"method": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False}
@@ -283,7 +288,7 @@ def test_saved_and_reloaded_logits_are_equal(kind: str, method: str, tmp_path: P
     save_adapter(model, tmp_path)
     assert (tmp_path / "ssm_parameters.safetensors").exists() == (method == "train_also")
     reloaded = load_adapter(patch_model(tiny_model(kind)), tmp_path)
-    assert torch.equal(logits(reloaded), trained)
+    assert_equal_up_to_rounding(logits(reloaded), trained)
     assert not any(parameter.requires_grad for parameter in reloaded.parameters())
 
 
@@ -292,7 +297,7 @@ def test_hybrids_reload_too(tmp_path: Path) -> None:
         model = apply_adapter(tiny_model(kind), section())
         stir(model)
         save_adapter(model, tmp_path / kind)
-        assert torch.equal(logits(load_adapter(tiny_model(kind), tmp_path / kind)), logits(model)), kind
+        assert_equal_up_to_rounding(logits(load_adapter(tiny_model(kind), tmp_path / kind)), logits(model))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])

@@ -62,8 +62,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = 1e-5
-# Of a gradient that is a sum over all tokens (D's, a bias's): on a GPU in another order than on the CPU.
-IN_ANOTHER_ORDER = {"cpu": 1e-5, "cuda": 4e-5}
+# Of a gradient that is a sum over all tokens which nearly cancel (D's, a bias's), in another order: on a processor with
+# other vector instructions (1.04e-5 on one), on a GPU.
+IN_ANOTHER_ORDER = {"cpu": 2e-5, "cuda": 4e-5}
 TOKENS = sum(length - 1 for length in LENGTHS)
 METHODS = ["full", "lora", "lora, checkpointing", "full, checkpointing"]
 TRAINED = ("plain", "packed", "packed rows", "left pads", "right pads")
