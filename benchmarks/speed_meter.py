@@ -14,25 +14,22 @@ GIB = 2**30
 
 
 class GraphMemory:
-    """What CUDA graphs keep for themselves: it counts as in use, whether a tensor is in it at the moment or not.
+    """What CUDA graphs keep for themselves: all of it counts as activations, whether a tensor is in it at the moment or
+    not, and although the gradients of the graph's parameters end in it.
 
-    total: bytes of it; live: of tensors in it, which the allocator counts too; gradients: of the gradients in it.
+    total: bytes of it; live: of tensors in it, which the allocator counts too.
     """
 
     def __init__(self) -> None:
         segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
         self.total = sum(segment["total_size"] for segment in segments)
         self.live = sum(segment["allocated_size"] for segment in segments)
-        self.gradients = 0
         self._ranges = [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
 
     def bytes_outside(self, gradient: torch.Tensor) -> int:
-        """Bytes of a gradient, 0 if a graph has it, which is noted."""
-        size = gradient.numel() * gradient.element_size()
-        if any(begin <= gradient.data_ptr() < end for begin, end in self._ranges):
-            self.gradients += size
-            return 0
-        return size
+        """Bytes of a gradient, 0 if a graph has it."""
+        inside = any(begin <= gradient.data_ptr() < end for begin, end in self._ranges)
+        return 0 if inside else gradient.numel() * gradient.element_size()
 
 
 class Meter:
@@ -100,7 +97,7 @@ class Meter:
             return self.step_profile.step_ended()
         if self.watching:
             self._stretch()
-            self.activations += self._pools.total - self._pools.gradients
+            self.activations += self._pools.total
             for handle in self._handles:
                 handle.remove()
             self.watching, self.watched = False, True

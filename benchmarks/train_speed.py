@@ -16,7 +16,7 @@ Variants of a row, all in one run:
 All in bfloat16 with float32 masters for what is trained, torch's fused AdamW, the same batch, no gradient
 checkpointing, losses logged at the end. Time is wall-clock over several steps after three; the first step, where Triton
 tunes and compiles, is printed apart. Activations: the most memory in use, less weights, optimizer state and finished
-gradients; all that a graph keeps for itself is in use. MFU: 6 FLOPs a trained parameter and token, 4 a frozen one, over
+gradients; all that a graph keeps for itself counts. MFU: 6 FLOPs a trained parameter and token, 4 a frozen one, over
 the card's dense bfloat16 peak.
 """
 

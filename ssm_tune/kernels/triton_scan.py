@@ -48,8 +48,9 @@ class Arrangement(NamedTuple):
     registers: int | None = None
 
 
-FORWARD = Arrangement()
-BACKWARD = Arrangement(spread=True, warps=8)
+# The fastest of a sweep on an H200 (benchmarks/NOTES.md).
+FORWARD = Arrangement(spread=True, warps=64)
+BACKWARD = Arrangement(group=2, spread=True, warps=32, registers=128)
 
 
 def selective_scan(

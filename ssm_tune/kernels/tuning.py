@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ssm_tune.kernels.compile_ahead import compile_configurations
+from ssm_tune.kernels.compile_ahead import compile_configurations, compiling_threads
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +158,9 @@ def _say_that_it_tunes() -> None:
     if not _state.said:
         _state.said = True
         logger.warning(
-            "Triton is timing configurations of its kernels for these shapes: one or two minutes in the first steps. "
-            "What it chooses is kept in %s, so that the next run starts in seconds.",
+            "Triton is timing configurations of its kernels for these shapes, compiled on %d cores: ten seconds to two "
+            "minutes in the first steps. What it chooses is kept in %s, so that the next run starts in seconds.",
+            compiling_threads(),
             _state.file,
         )
 
