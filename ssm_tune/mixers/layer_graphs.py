@@ -164,7 +164,10 @@ def record(blocks: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> 
     enabled = torch.is_autocast_enabled(kind)
     # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
     cast = torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False)
-    with cast, _whatever_other_threads_do():
+    # Recording computes the blocks several times. A resumed run, which records anew, has to draw what an unbroken one
+    # does.
+    drawn = torch.random.fork_rng([hidden_states.device], device_type=kind)
+    with cast, drawn, _whatever_other_threads_do():
         recorded = torch.cuda.make_graphed_callables(blocks, samples, allow_unused_input=True)
     torch.cuda.empty_cache()  # of the batches before: a graph does not share its memory with them
     return recorded
