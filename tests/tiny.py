@@ -249,3 +249,9 @@ def tiny_tokenizer(template: str | None = PLAIN_TEMPLATE) -> Any:
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def assert_equal_up_to_rounding(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Of a model and the same model read from files: products round by whether a weight needs a gradient, and on some
+    processors by where it lies in memory."""
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
