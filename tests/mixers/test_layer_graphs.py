@@ -112,8 +112,11 @@ def test_off_nothing_is_recorded(recorder: Recorder) -> None:
     assert recorder.recorded == 0
 
 
-def test_what_cannot_be_recorded_is_said_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
-    recorder.failure = RuntimeError("operation not permitted when stream is capturing")
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+def test_what_cannot_be_recorded_is_said_once(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture, kind: type[Exception]
+) -> None:
+    recorder.failure = kind("operation not permitted when stream is capturing")
     model = model_of("mamba2")
     with graphs():
         for _ in range(4):
