@@ -112,7 +112,7 @@ class H3Mixer(Mixer):
             y, after = shift_step(k, B, C, before)
         else:
             options = {"seq_idx": seq_idx, "initial_state": before, "return_final_state": keep}
-            result = shift_scan(k[:, :, None], B, C, **options)
+            result = shift_scan(wide[:, :, None], B, C, **options)
             y, after = result if keep else (result, None)
             y = y[:, :, 0]
         return y + wide * self.shift_D.to(wide.dtype), None if after is None else after[:, 0]

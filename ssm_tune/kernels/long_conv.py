@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ssm_tune.kernels.document_conv import convolve_documents
 from ssm_tune.kernels.reference import starts_and_padding
 
 
@@ -48,8 +49,8 @@ def find_documents(seq_idx: Tensor | None, batch: int, length: int, device: torc
 def long_conv(u: Tensor, kernel: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """y_t = sum_l kernel_l u_{t-l} over the tokens of the same document (H3, section 4).
 
-    Documents are laid into batches of rows of a power of two tokens, so that at most half of the work is on nothing.
-    With seq_idx this waits for the device once, to know their lengths.
+    By one FFT of whole rows. With seq_idx, where a device would have to be waited for, by `convolve_documents`; a CPU
+    knows the lengths of documents for nothing and does least when it lays them out by size.
 
     Args:
         u: (batch, length, copies, dim). kernel: (dim, taps); further tokens have no weight.
@@ -62,12 +63,9 @@ def long_conv(u: Tensor, kernel: Tensor, seq_idx: Tensor | None = None) -> Tenso
     kernel = kernel.to(u.dtype)
     if seq_idx is None:
         return _convolve_rows(u, kernel)
-    tokens = u.flatten(0, 1)
-    y = torch.zeros_like(tokens)
-    for places, real in _lay_out(seq_idx):
-        rows = tokens[places] * real[..., None, None]
-        y = y.index_put((places[real],), _convolve_rows(rows, kernel)[real])
-    return y.view_as(u)
+    if u.device.type != "cpu":
+        return convolve_documents(u, kernel, seq_idx)
+    return _convolve_by_size(u, kernel, seq_idx)
 
 
 def _convolve_rows(u: Tensor, kernel: Tensor) -> Tensor:
@@ -77,6 +75,21 @@ def _convolve_rows(u: Tensor, kernel: Tensor) -> Tensor:
     size = length + kernel.shape[1]
     spectrum = torch.fft.rfft(u, n=size, dim=1) * torch.fft.rfft(kernel, n=size, dim=1).transpose(0, 1)[:, None]
     return torch.fft.irfft(spectrum, n=size, dim=1)[:, :length]
+
+
+def _convolve_by_size(u: Tensor, kernel: Tensor, seq_idx: Tensor) -> Tensor:
+    """Documents in batches of rows of a power of two tokens, so that at most half of the work is on nothing."""
+    groups = list(_lay_out(seq_idx))
+    if not groups:
+        return torch.zeros_like(u)
+    tokens = u.flatten(0, 1)
+    laid_out = tokens.index_select(0, torch.cat([places.flatten() for places, _ in groups]))
+    results = []
+    for rows, (places, real) in zip(laid_out.split([places.numel() for places, _ in groups]), groups, strict=True):
+        rows = rows.view(*places.shape, *rows.shape[1:]) * real[..., None, None]
+        results.append(_convolve_rows(rows, kernel)[real])
+    where = torch.cat([places[real] for places, real in groups])
+    return torch.zeros_like(tokens).index_put((where,), torch.cat(results)).view_as(u)
 
 
 def _lay_out(seq_idx: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
