@@ -122,16 +122,26 @@ def compare(arguments: argparse.Namespace, data: list[str]) -> bool:
     command = [sys.executable, str(ROOT / "examples" / "compare.py"), "compare-130m", *data, *settings]
     command += ["--timeout", "170", *(["--models", *arguments.models] if arguments.models else [])]
     right = call(command, 1500)
-    losses: dict[str, float] = {}
-    for run in sorted(output.glob("*/metrics.jsonl")):
-        lines = [json.loads(line) for line in run.read_text().splitlines()]
-        losses[run.parent.name] = [line["loss"] for line in lines if "loss" in line][-1]
+    losses = last_losses(output)
     baseline = losses.get("transformer")
     for name, loss in losses.items():
         if baseline is not None and loss > 1.1 * baseline:
             print(f"{name}: loss {loss:.3f} is more than 10 % above the Transformer's {baseline:.3f}", flush=True)
             right = False
     return right
+
+
+def last_losses(output: Path) -> dict[str, float]:
+    """By model, the last loss in output/MODEL/metrics.jsonl. Runs that have logged none are told and left out."""
+    losses: dict[str, float] = {}
+    for metrics in sorted(output.glob("*/metrics.jsonl")):
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        found = [line["loss"] for line in lines if "loss" in line]
+        if found:
+            losses[metrics.parent.name] = found[-1]
+        else:
+            print(f"{metrics.parent.name}: no loss in {metrics} yet; it is left out of the comparison", flush=True)
+    return losses
 
 
 # -- Mamba-3 beside mamba_ssm's module -------------------------------------------------------------------------------

@@ -44,6 +44,19 @@ def test_the_table_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such thing" in lines[-2]
 
 
+def test_a_run_without_a_loss_is_left_out_of_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from pretrain_table import last_losses
+
+    for name, lines in {"h3": ['{"step": 0}'], "samba": ['{"loss": 9.5}', '{"loss": 7.5}', '{"eval_loss": 8}']}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    assert last_losses(tmp_path) == {"samba": 7.5}
+    assert "h3: no loss" in capsys.readouterr().out
+
+
 def test_the_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlap counts once in what is busy, and names fall into their groups."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
