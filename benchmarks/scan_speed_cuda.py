@@ -32,7 +32,7 @@ class Cuda:
         return self.module.run_forward(self.row, None, keep)
 
     def backward(self) -> tuple[Tensor | None, ...]:
-        return self.module.run_backward(self.row, self.kept, self.dy, None)
+        return self.module.run_backward(self.row, self.kept, self.dy, None, torch.empty_like(self.dy))
 
 
 def cuda_lines(size: Size) -> list[str]:

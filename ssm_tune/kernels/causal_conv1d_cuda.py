@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.conv_gathered import visible_rows
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import find_documents
+from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.packages import CAUSAL_CONV1D, Package
 
 # Offsets within a tensor are 32-bit.
@@ -35,10 +40,10 @@ def causal_conv1d(
 
     Raises:
         Unsupported: float64, a width or a number of channels that the kernel has not, documents together with an
-        initial
-            state or with padding inside them, or a row beyond 32-bit offsets.
+            initial state or with padding inside them, or a row beyond 32-bit offsets.
     """
-    convolve = package.function("causal_conv1d_fn")
+    bias = None if bias is None else bias.to(weight.dtype)
+    convolve = _convolution(package, weight, bias, activation)
     batch, length, dim = x.shape
     width = weight.shape[-1]
     _refuse(x, weight)
@@ -57,23 +62,74 @@ def causal_conv1d(
     a_row = max(length * values.stride(1), length * dim)
     if a_row >= _LARGEST:
         raise Unsupported(f"{length} tokens in a row, beyond 32-bit offsets")
-    rows = batch if batch * max(a_row, values.stride(0)) < _LARGEST else 1
-    bias = None if bias is None else bias.to(weight.dtype)
+    together = batch == 1 or batch * max(a_row, values.stride(0)) < _LARGEST
     with device_of(x):
-        parts = []
-        for row in range(0, batch, rows):
-            some = slice(row, row + rows)
-            kept = None if window is None else window[some]
-            seen = None if number is None else number[some].contiguous()
-            turned = values[some].transpose(1, 2)
-            y = convolve(turned, weight, bias, seq_idx=seen, initial_states=kept, activation=activation)
-            parts.append(y.transpose(1, 2))
-    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if together:
+            y = convolve(values, number, window)
+        else:
+            one = [[None if t is None else t[row : row + 1] for t in (values, number, window)] for row in range(batch)]
+            y = torch.cat([convolve(*given) for given in one])
     if documents is not None and documents.is_padding is not None:
         y = y.masked_fill(documents.is_padding[..., None], 0.0)  # zero already, but not yet for a gradient
     if not return_final_state:
         return y
     return y, _remaining(x, seq_idx, initial_state, width)
+
+
+def _convolution(
+    package: Package, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+    """Of x (batch, length, dim), documents' numbers and the window before x."""
+    whole, functions = package.function("causal_conv1d_fn"), _without_autograd(package)
+
+    def convolve(x: Tensor, number: Tensor | None, window: Tensor | None) -> Tensor:
+        number = None if number is None else number.contiguous()
+        if functions is not None and window is None:
+            return _Conv.apply(x, weight, bias, number, activation == "silu", *functions)
+        turned = x.transpose(1, 2)
+        y = whole(turned, weight, bias, seq_idx=number, initial_states=window, activation=activation)
+        return y.transpose(1, 2)
+
+    return convolve
+
+
+def _without_autograd(package: Package) -> tuple[Callable[..., Any], ...] | None:
+    """Forward and backward of the package's function. None where it has not what version 1.6 has: only those below
+    its interface are told where to write."""
+    try:
+        return tuple(package.function(f"cpp_functions.causal_conv1d_{way}_function") for way in ("fwd", "bwd"))
+    except (ImportError, AttributeError):
+        return None
+
+
+class _Conv(torch.autograd.Function):
+    """The package's own, but that the gradient by x is written where it is to go (`gradient_halves.py`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        number: Tensor | None,
+        silu: bool,
+        function: Callable[..., Any],
+        backward_function: Callable[..., Any],
+    ) -> Tensor:
+        bias = None if bias is None else bias.contiguous()
+        ctx.save_for_backward(x, weight, bias, number)
+        ctx.silu, ctx.function, ctx.gradient_of_x = silu, backward_function, gradient_of(x)
+        return function(x.transpose(1, 2), weight, bias, number, None, None, silu).transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, number = ctx.saved_tensors
+        dx, dy = ctx.gradient_of_x(x), _readable(dy)
+        with device_of(x):
+            given = (x.transpose(1, 2), weight, bias, dy.transpose(1, 2), number, None, None, dx.transpose(1, 2))
+            _, dweight, dbias, _ = ctx.function(*given, False, ctx.silu)
+        return dx, dweight, dbias, None, None, None, None
 
 
 def _refuse(x: Tensor, weight: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
 from ssm_tune.kernels.reference import starts_and_padding
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
@@ -116,6 +117,7 @@ class _Scan(torch.autograd.Function):
         if keep:
             ctx.save_for_backward(*row[:-1], kept)
             ctx.dt_softplus = dt_softplus
+            ctx.gradient_of_z = None if z is None else gradient_of(z)
             ctx.dtypes = [None if t is None else t.dtype for t in (A, D, dt_bias, initial_state)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(kept)
@@ -128,7 +130,8 @@ class _Scan(torch.autograd.Function):
         with device_of(row.x):
             dy = torch.zeros_like(row.x, memory_format=torch.contiguous_format) if dy is None else _aligned(dy)
             dlast = None if dlast is None else _wide(dlast)
-            dx, ddt, dz, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast)
+            dz = None if row.z is None else ctx.gradient_of_z(row.z)
+            dx, ddt, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast, dz)
         states = row.A.shape[1]
         A_dtype, D_dtype, bias_dtype, state_dtype = ctx.dtypes
         needed = ctx.needs_input_grad
@@ -314,12 +317,13 @@ def _outputs_again(row: _Row, kept: Tensor) -> Tensor:
     return y
 
 
-def run_backward(row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients by x, dt, z, B and C side by side (batch, length, 2 states), A, D, the bias (these three still to
-    be summed over the batch) and the state before the row."""
+def run_backward(
+    row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None, dz: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients by x, dt, B and C side by side (batch, length, 2 states), A, D, the bias (these three still to be
+    summed over the batch) and the state before the row. That by z is written to `dz`."""
     batch, length, dim = row.x.shape
     dx, ddt = (torch.empty(batch, length, dim, device=dy.device, dtype=dy.dtype) for _ in range(2))
-    dz = None if row.z is None else torch.empty_like(dx)
     dBC = row.A.new_empty(row.blocks, batch, length, 2 * row.A.shape[1])
     dA, dfirst = (row.A.new_empty(batch, *row.A.shape) for _ in range(2))
     dD, dbias = (None if t is None else row.A.new_empty(batch, dim) for t in (row.D, row.bias))
@@ -327,4 +331,4 @@ def run_backward(row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None) -> t
     pointers = {"kept": kept, "dlast": dlast, "dBC": dBC, "dA": dA, "dfirst": dfirst, "dD": dD, "dbias": dbias}
     arguments = _Backward(**row.common(), **outputs, **{name: _pointer(t) for name, t in pointers.items()})
     row.kernel("backward").launch((row.blocks, batch, 1), arguments)
-    return dx, ddt, dz, dBC[0] if row.blocks == 1 else dBC.sum(0), dA, dD, dbias, dfirst
+    return dx, ddt, dBC[0] if row.blocks == 1 else dBC.sum(0), dA, dD, dbias, dfirst

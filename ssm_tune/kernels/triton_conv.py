@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.conv_gathered import visible_rows
 from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.triton_conv_kernels import conv_kernel, conv_slope_kernel
 
 _WIDEST = 8
@@ -110,7 +111,11 @@ class _Conv(torch.autograd.Function):
         table, followers = (None, None) if windows is None else windows
         ctx.save_for_backward(x, weight, bias, table, followers)
         ctx.head, ctx.silu = head, silu
-        return _convolve(x, weight, bias, table, length, head, silu=silu)
+        if ctx.needs_input_grad[0]:
+            ctx.gradient_of_x = gradient_of(x)
+        y = torch.empty(x.shape[0], length, x.shape[2], device=x.device, dtype=x.dtype)
+        _convolve(x, weight, bias, table, y, length, head, silu=silu)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,7 +140,8 @@ class _Conv(torch.autograd.Function):
                 by_weight = total[:width].t().to(weight.dtype)
                 by_bias = None if bias is None else total[width].to(bias.dtype)
         if need_x:
-            dx = _convolve(slopes, weight, None, followers, length, ctx.head, reverse=True)
+            dx = ctx.gradient_of_x(x)
+            _convolve(slopes, weight, None, followers, dx, length, ctx.head, reverse=True)
         return dx, by_weight, by_bias, None, None, None
 
 
@@ -144,20 +150,19 @@ def _convolve(
     weight: Tensor,
     bias: Tensor | None,
     table: Tensor | None,
+    y: Tensor,
     length: int,
     head: int,
     silu: bool = False,
     reverse: bool = False,
-) -> Tensor:
-    batch, _, dim = x.shape
-    rows = length + head if reverse else length
-    y = torch.empty(batch, rows, dim, device=x.device, dtype=x.dtype)
+) -> None:
+    """Into y, whose channels lie side by side; rows and tokens may be apart."""
+    batch, rows, dim = y.shape
     with device_of(x):
         conv_kernel[(triton.cdiv(dim, _BLOCK), triton.cdiv(rows, _TOKENS), batch)](
             x, weight, _or(bias, weight), _or(table, x), y, dim, length, x.stride(0), x.stride(1),
-            **_settings(weight.shape[1], head, bias, table), SILU=silu, REVERSE=reverse,
+            y.stride(0), y.stride(1), **_settings(weight.shape[1], head, bias, table), SILU=silu, REVERSE=reverse,
         )  # fmt: skip
-    return y
 
 
 def _settings(width: int, head: int, bias: Tensor | None, table: Tensor | None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def convolve(
 
 @triton.jit(do_not_specialize=["length"])
 def conv_kernel(
-    x, weight, bias, table, y, dims, length, x_row, x_token,
+    x, weight, bias, table, y, dims, length, x_row, x_token, y_row, y_token,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr, SILU: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def conv_kernel(
     if HAS_TABLE and not REVERSE:  # padding gives zero
         real = find_rows(table, t, 0, length, HEAD, WIDTH, HAS_TABLE, REVERSE) >= 0
         value = tl.where(real[:, None], value, 0.0)
-    at = (row * count + t)[:, None] * dims + channels[None, :]
+    at = row * y_row + t.to(tl.int64)[:, None] * y_token + channels[None, :]
     tl.store(y + at, value.to(y.dtype.element_ty), mask=(t < count)[:, None] & (channels < dims)[None, :])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ssm_tune import kernels
+from ssm_tune.kernels.gradient_halves import split_in_two
 from ssm_tune.kernels.recompute import random_state_for, recomputable, recomputed, reference_to
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
@@ -41,7 +42,7 @@ class MambaMixer(Patched):
         if seq_idx is None and attention_mask is not None:
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
         window, state = read_states(cache, self.layer_idx)
-        x, z = project(self.in_proj, hidden_states, self.conv1d.weight.dtype).chunk(2, dim=-1)
+        x, z = split_in_two(project(self.in_proj, hidden_states, self.conv1d.weight.dtype))
         with recomputed(x):
             if state is not None and x.shape[1] == 1 and seq_idx is None:
                 y = self._step(x[:, 0], z[:, 0], window, state)

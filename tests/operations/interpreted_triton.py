@@ -26,6 +26,7 @@ from comparison import (
 from torch import Tensor
 
 from ssm_tune.kernels import (
+    gradient_halves,
     recompute,
     reference,
     residual_norm_triton,
@@ -67,6 +68,19 @@ def scan(
 
 def conv(tensors: dict[str, Tensor | None], **settings: Any) -> None:
     assert_equals_reference("causal_conv1d", triton_conv.causal_conv1d, tensors, **settings)
+
+
+def conv_into_a_half() -> None:
+    """The gradient by the first half of a tensor, written beside that by the second, is the same to the bit."""
+    gradient_halves.DEVICES = ("cpu",)
+    weight, wide = torch.randn(5, 4), torch.randn(2, 13, 10, requires_grad=True)
+    found = []
+    for split in (gradient_halves.split_in_two, lambda t: t.chunk(2, dim=-1)):
+        both = [triton_conv.causal_conv1d(half, weight, seq_idx=DOCUMENTS) for half in split(wide * 1)]
+        halves = [y.grad_fn.gradient_of_x(y) for y in both]
+        assert [half.stride(1) for half in halves] == ([10, 10] if not found else [5, 5])
+        found.append(torch.autograd.grad(both[0].sin().sum() + both[1].square().sum(), wide)[0])
+    assert torch.equal(*found)
 
 
 def norm(tensors: dict[str, Tensor | None], given: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -202,6 +216,7 @@ CASES: dict[str, Callable[[], None]] = {
     "conv: width 2": lambda: conv(conv_tensors(length=5, dim=3, width=2, without=("bias", "initial_state"))),
     "conv: not contiguous": lambda: conv(conv_tensors(length=5, dim=3), view=lose_contiguity),
     "conv: bfloat16": lambda: conv(conv_tensors(length=9, dim=3), dtype=torch.bfloat16, tolerance=2 * ROUNDED),
+    "conv: into a half": conv_into_a_half,
     "norm: many tokens": lambda: norm(norm_tensors()),
     "norm: one token": lambda: norm(norm_tensors(batch=1, length=1, dim=1027)),
     "norm: one channel": lambda: norm(norm_tensors(length=2, dim=1)),

@@ -368,6 +368,7 @@ def modules() -> dict[str, ModuleType]:
         "mamba_ssm.ops.triton.layer_norm": (rms_norm_fn,),
         "mamba_ssm.ops.triton.layernorm_gated": (rmsnorm_fn,),
         "causal_conv1d": (causal_conv1d_fn, causal_conv1d_update),
+        "causal_conv1d.cpp_functions": convolutions,
         OUR_NORM: (normalise, normalise_backward),
     }
     found = {}

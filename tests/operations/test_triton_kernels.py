@@ -47,6 +47,7 @@ CASES = (
     "conv: width 2",
     "conv: not contiguous",
     "conv: bfloat16",
+    "conv: into a half",
     "norm: many tokens",
     "norm: one token",
     "norm: one channel",
