@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ssm_tune.kernels.document_conv import convolve_documents
@@ -57,7 +58,7 @@ def long_conv(u: Tensor, kernel: Tensor, seq_idx: Tensor | None = None) -> Tenso
         seq_idx: (batch, length) integers, the document of each token; -1 is padding. See `kernels/reference.py`.
 
     Returns:
-        The shape of u, float32 or wider; zero for padding. Differentiable in u and kernel.
+        The shape of u, float32 or wider; zero for padding. Differentiable once in u and kernel.
     """
     u = u.to(torch.promote_types(u.dtype, torch.float32))
     kernel = kernel.to(u.dtype)
@@ -70,11 +71,34 @@ def long_conv(u: Tensor, kernel: Tensor, seq_idx: Tensor | None = None) -> Tenso
 
 def _convolve_rows(u: Tensor, kernel: Tensor) -> Tensor:
     """Each row (rows, length, copies, dim) by itself, causally."""
-    length = u.shape[1]
-    kernel = kernel[:, :length]
-    size = length + kernel.shape[1]
-    spectrum = torch.fft.rfft(u, n=size, dim=1) * torch.fft.rfft(kernel, n=size, dim=1).transpose(0, 1)[:, None]
-    return torch.fft.irfft(spectrum, n=size, dim=1)[:, :length]
+    return _RowConv.apply(u, kernel[:, : u.shape[1]])
+
+
+class _RowConv(torch.autograd.Function):
+    """Keeps u and kernel only, no spectra, and differentiates by FFTs of real numbers too, unlike autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, kernel: Tensor) -> Tensor:
+        ctx.save_for_backward(u, kernel)
+        length, size = u.shape[1], u.shape[1] + kernel.shape[1]
+        spectrum = torch.fft.rfft(_length_last(u), n=size).mul_(torch.fft.rfft(kernel, n=size))
+        return torch.fft.irfft(spectrum, n=size)[..., :length].permute(0, 3, 1, 2).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        u, kernel = ctx.saved_tensors
+        length, size = u.shape[1], u.shape[1] + kernel.shape[1]
+        spectrum = torch.fft.rfft(_length_last(dy), n=size)
+        du = torch.fft.irfft(spectrum * torch.fft.rfft(kernel, n=size).conj(), n=size)[..., :length]
+        dtaps = spectrum.mul_(torch.fft.rfft(_length_last(u), n=size).conj_physical_()).sum((0, 1))
+        dkernel = torch.fft.irfft(dtaps, n=size)[:, : kernel.shape[1]]
+        return du.permute(0, 3, 1, 2).contiguous(), dkernel
+
+
+def _length_last(u: Tensor) -> Tensor:
+    """(rows, length, copies, dim) to (rows, copies, dim, length), in order: FFTs of strided numbers are slow."""
+    return u.permute(0, 2, 3, 1).contiguous()
 
 
 def _convolve_by_size(u: Tensor, kernel: Tensor, seq_idx: Tensor) -> Tensor:
