@@ -173,7 +173,8 @@ def conv_runs(size: Size, seed: int, module: Any, seq_idx: Tensor | None) -> tup
 
 
 def conv_lines(size: Size) -> list[str]:
-    """The causal convolution of the same size, ours and causal_conv1d's: forward and backward."""
+    """The causal convolution of the same size, ours and causal_conv1d's: forward and backward through autograd, and the
+    kernels alone, since a slow processor may need longer for a call than the GPU."""
     from ssm_tune.kernels import causal_conv1d_cuda, triton_conv
 
     lines, seq_idx = [], documents(size)
