@@ -6,6 +6,7 @@ They prove what reaches a kernel and what is made of its results, not that a ker
 
 from __future__ import annotations
 
+import importlib
 import math
 from types import ModuleType
 
@@ -16,7 +17,14 @@ from torch.nn import functional as F
 from ssm_tune.kernels import reference
 
 CALLS: list[str] = []
+# Our modules that call them.
+OURS = ("mamba_ssm_scan", "mamba_ssm_ssd", "mamba_ssm_block", "mamba_ssm_norm", "causal_conv1d_cuda")
 OUR_NORM = "ssm_tune.kernels.triton_gated_norm"  # a kernel for a GPU as well, which `ssd_block` is made of
+
+
+def ours(name: str) -> ModuleType:
+    """One of them, imported at the first call, when the stand-ins are there."""
+    return importlib.import_module(f"ssm_tune.kernels.{name}")
 
 
 class _Kernel(torch.autograd.Function):
