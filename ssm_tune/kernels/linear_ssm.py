@@ -149,10 +149,10 @@ class _Powers:
     def __init__(self, dA: Tensor, length: int) -> None:
         self.length = length
         self.step = math.isqrt(max(length - 1, 0)) + 1
-        log_dA = torch.log(dA)[..., None]
-        counts = torch.arange(self.step, device=dA.device, dtype=dA.real.dtype)
-        self.fine = torch.exp(log_dA * counts)  # (dim, state / 2, step)
-        self.coarse = torch.exp(log_dA * counts * self.step)
+        log_dA = torch.log(dA.to(torch.complex128))[..., None]
+        counts = torch.arange(self.step, device=dA.device, dtype=torch.float64)
+        self.fine = _exp(log_dA * counts, dA.dtype)  # (dim, state / 2, step)
+        self.coarse = _exp(log_dA * counts * self.step, dA.dtype)
 
     def combine(self, weight: Tensor) -> Tensor:
         """sum_n weight_n dA_n^l: weight (..., dim, state / 2) -> (..., dim, length)."""
@@ -163,6 +163,13 @@ class _Powers:
         u = F.pad(u, (0, 0, 0, 0, 0, self.step**2 - u.shape[1])).unflatten(1, (self.step, self.step))
         inner = torch.einsum("bijcd,dnj->bicdn", u.to(self.fine.dtype), self.fine)
         return torch.einsum("bicdn,dni->bcdn", inner, self.coarse)
+
+
+def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp of complex128, in `dtype`. In float32 an angle of hundreds of turns would have an error that shows: whole
+    turns are taken off before."""
+    angle = exponent.imag.remainder(2 * math.pi)
+    return torch.exp(torch.complex(exponent.real, angle).to(dtype))
 
 
 def _take_places(answer: Tensor, documents: Documents) -> Tensor:
