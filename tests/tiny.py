@@ -10,6 +10,7 @@ checkpoints have: step sizes in [1e-3, 0.1], biases, skips and norms that are no
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,6 +179,13 @@ def tiny_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
         carry_state(model)
     return model.to(dtype).eval()
+
+
+def save_stock(kind: str, folder: Path, **changes: Any) -> Any:
+    """A model as transformers saves it; gives the model."""
+    model = tiny_model(kind, **changes)
+    model.save_pretrained(folder)
+    return model
 
 
 @torch.no_grad()
