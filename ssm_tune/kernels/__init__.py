@@ -2,7 +2,8 @@
 behind it.
 
 Works on tensors alone: knows nothing of recipes, families or models. Accumulates in float32, accepts any strides.
-`reference.py` is the readable truth; `backends.py` says what is chosen on a device, and why.
+`reference.py` is the readable truth; `backend_table.py` lists what can compute an operation, `backends.py` chooses on a
+device, and says why.
 """
 
 from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, set_kernel_order
