@@ -321,34 +321,6 @@ def test_a_run_whose_base_is_on_the_hub_does_not_ask_for_it(tmp_path: Path, only
         examine(tmp_path, device="cpu")
 
 
-# -- packed weights ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("status", ["works", "absent", "broken"])
-def test_packed_weights_are_tried(status: str) -> None:
-    from ssm_tune.doctor.packed import try_packed_weights
-
-    state = PackageReport("bitsandbytes", "0.50.2", status, "OSError: libcudart.so.13")
-    failures = {trial.failure for trial in try_packed_weights([state], torch.device("cpu"))}
-    expected = {
-        "works": {""},
-        "absent": {"bitsandbytes is not installed"},
-        "broken": {"does not work here: OSError: libcudart.so.13"},
-    }
-    assert failures == expected[status]
-
-
-def test_packed_weights_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssm_tune.doctor import packed
-
-    four = packed._LAYERS["linear_4bit"]
-    monkeypatch.setitem(packed._LAYERS, "linear_4bit", lambda weight, device: four(weight * 1.3, device))
-    state = PackageReport("bitsandbytes", "0.50.2", "works")
-    trials = {trial.operation: trial.failure for trial in packed.try_packed_weights([state], torch.device("cpu"))}
-    assert "the output differs by 0.3" in trials["linear_4bit"]
-    assert trials["linear_8bit"] == ""
-
-
 # -- the command line ----------------------------------------------------------------------------------------------
 
 KEYS = ["schema", "ok", "machine", "packages", "kernels", "model", "advice"]
