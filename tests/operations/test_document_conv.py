@@ -104,3 +104,16 @@ def test_a_device_is_not_waited_for() -> None:
     y = long_conv(u, kernel, seq_idx)
     y.sum().backward()
     assert y.shape == u.shape and u.grad is not None and kernel.grad is not None
+
+
+@pytest.mark.gpu
+def test_equals_sums_on_a_gpu_without_a_wait() -> None:
+    arguments = draw(5, LENGTH, COPIES, DIM), draw(DIM, LENGTH), packed_rows(), draw(5, LENGTH, COPIES, DIM)
+    expected = with_gradients(by_sums, *arguments)
+    there = [argument.cuda() for argument in arguments]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = with_gradients(long_conv, *there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close([part.cpu() for part in found], expected, rtol=1e-9, atol=1e-9)
