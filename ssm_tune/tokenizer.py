@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssm_tune.data.chat import Renderer, adds_bos
 from ssm_tune.recipe import RecipeError, TokenizerSection
@@ -27,6 +27,11 @@ _SPARE = re.compile(r"pad|reserved|unused|placeholder|extra_id", re.IGNORECASE)
 TRAINED_CHARACTERS = 100_000_000  # of the data: enough for the merges of 50,000 tokens, minutes of work
 DEFAULT_SIZE = 32768  # of a tokenizer trained here
 ASKED_SIZE = "trained_vocab_size"  # in the saved settings of a tokenizer trained here: what was asked for
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any of them holds a vocabulary
+_ADVICE = (
+    "Put the files of the tokenizer that the model was trained with into that folder, or, in a recipe, set "
+    "tokenizer.name to a folder or Hub name that has them."
+)
 _END, _PAD = "<|endoftext|>", "<|padding|>"  # of tokenizers trained here; GPT-NeoX's names
 
 
@@ -198,18 +203,18 @@ def read_template(path: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _find_tokenizer(name: str | None, model_name: str | None, revision: str | None) -> PreTrainedTokenizerBase:
     if name is not None:
-        return _load(name, None, "tokenizer.name")
+        return read_tokenizer(name, None, "tokenizer.name")
     if model_name is None:
         raise RecipeError("tokenizer.name is missing, and so is a model that has a tokenizer of its own.")
     try:
-        return _load(model_name, revision, "model.name")
+        return read_tokenizer(model_name, revision, "model.name")
     except RecipeError as error:
         default = _default_of_layout(model_name, revision)
         if default is None or default == model_name:
             raise
         logger.info("%s carries no tokenizer; using %s, that of its layout's published models", model_name, default)
         try:
-            return _load(default, None, "tokenizer.name")
+            return read_tokenizer(default, None, "tokenizer.name")
         except RecipeError as second:
             raise RecipeError([*error.mistakes, *second.mistakes]) from second
 
@@ -223,36 +228,52 @@ def _default_of_layout(model_name: str, revision: str | None) -> str | None:
         return None
 
 
-def _load(name: str, revision: str | None, key: str) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str, revision: str | None, where: str, **keys: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or of a Hub name, with `keys` changed.
+
+    Raises RecipeError, which begins with `where`, if there is none, or it is damaged.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(name).expanduser()
     file = folder / "tokenizer.json"
-    if file.is_file():
-        _check_json(file, key)
+    for written in (file, folder / "tokenizer_config.json"):
+        if written.is_file():
+            _check_json(written, where)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, revision=revision, **keys)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         if file.is_file():  # beside a config that transformers does not know, as state-spaces'
-            return PreTrainedTokenizerFast.from_pretrained(str(folder))
-        raise RecipeError(_no_tokenizer(name, key, str(error).strip().splitlines()[:1])) from error
+            try:
+                return PreTrainedTokenizerFast.from_pretrained(str(folder), **keys)
+            except Exception as damage:  # tokenizers has no class of its own for what is no tokenizer
+                raise RecipeError(f"{where}: {file} cannot be read: {type(damage).__name__} {damage}.") from damage
+        raise RecipeError(_no_tokenizer(name, where, str(error).strip().splitlines()[:1])) from error
     # Of a folder without tokenizer files transformers makes an empty tokenizer from the config's model_type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise RecipeError(_no_tokenizer(name, key, []))
+        raise RecipeError(_no_tokenizer(name, where, []))
     return tokenizer
 
 
-def _check_json(file: Path, key: str) -> None:
+def _check_json(file: Path, where: str) -> None:
     try:
-        json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{key}: {file} cannot be read: {error}.") from error
+        raise RecipeError(f"{where}: {file} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{where}: {file} cannot be read: it is no JSON object.")
 
 
-def _no_tokenizer(name: str, key: str, reason: list[str]) -> str:
-    missing = "has no tokenizer files" if Path(name).expanduser().is_dir() else "could not be loaded as a tokenizer"
-    hint = "Set tokenizer.name to a tokenizer, a folder or a Hub name."
-    return " ".join([f"{key}: {name} {missing}.", hint, *(f"({line})" for line in reason)])
+def _no_tokenizer(name: str, where: str, reason: list[str]) -> str:
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        told = [f"{name} could not be loaded as a tokenizer.", *(f"({line})" for line in reason)]
+        return " ".join([f"{where}:", *told, "Set tokenizer.name to a tokenizer, a folder or a Hub name."])
+    if any((folder / file).is_file() for file in _FILES):
+        found = " ".join([f"{name} has a tokenizer that cannot be read.", *(f"({line})" for line in reason)])
+    else:
+        found = f"{name} has no tokenizer files (tokenizer.json, or tokenizer.model or vocab.json)."
+    return f"{where}: {found} {_ADVICE}"
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:

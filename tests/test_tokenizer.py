@@ -104,12 +104,14 @@ def test_the_models_own_is_the_default_and_another_may_be_named(tmp_path):
     assert load_tokenizer(TokenizerSection(name=str(other)), str(own)).eos_token == "</s>"
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "mamba2", "zamba2", None])
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "mamba2", "zamba2", "jamba", None])
 def test_a_folder_without_tokenizer_is_refused(tmp_path, model_type):
     """Of some of these transformers makes an empty tokenizer without a word."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
-    with pytest.raises(RecipeError, match=r"has no tokenizer files. Set tokenizer.name"):
+    with pytest.raises(RecipeError, match=r"has no tokenizer files \(tokenizer.json, .* set tokenizer.name") as refused:
         load_tokenizer(TokenizerSection(), str(tmp_path))
+    assert str(tmp_path) in str(refused.value)
+    assert "instantiate" not in str(refused.value)  # transformers' words, about packages and classes
     with pytest.raises(RecipeError, match=r"^tokenizer.name: "):
         load_tokenizer(TokenizerSection(name=str(tmp_path)), None)
 
@@ -121,10 +123,19 @@ def test_a_name_that_cannot_be_had_is_refused():
         load_tokenizer(TokenizerSection(), None)
 
 
-def test_a_broken_file_is_named(tmp_path):
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ['{"version": ', "[]"])
+def test_a_broken_file_is_named(tmp_path, file, content):
     save(tiny_tokenizer(), tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(RecipeError, match=r"tokenizer.json cannot be read"):
+    (tmp_path / file).write_text(content)
+    with pytest.raises(RecipeError, match=rf"{file} cannot be read"):
+        load_tokenizer(TokenizerSection(name=str(tmp_path)), None)
+
+
+def test_json_that_is_no_tokenizer_is_named(tmp_path):
+    save(tiny_tokenizer(), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"tokenizer.json cannot be read: KeyError"):
         load_tokenizer(TokenizerSection(name=str(tmp_path)), None)
 
 
@@ -134,12 +145,12 @@ STATE_SPACES = {"d_model": 32, "n_layer": 2, "vocab_size": 300, "ssm_cfg": {"lay
 def test_original_folders_take_the_tokenizer_of_their_publisher(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(STATE_SPACES))
     neox = tiny_tokenizer()
-    load = tokenizer_module._load
+    load = tokenizer_module.read_tokenizer
 
     def stand_in(name: str, revision: str | None, key: str) -> Any:
         return neox if name == "EleutherAI/gpt-neox-20b" else load(name, revision, key)
 
-    monkeypatch.setattr(tokenizer_module, "_load", stand_in)
+    monkeypatch.setattr(tokenizer_module, "read_tokenizer", stand_in)
     assert load_tokenizer(TokenizerSection(), str(tmp_path)) is neox
 
 

@@ -13,6 +13,7 @@ from ssm_tune.run_folder import COMPLETE, RUNNING, RunFolder, locate_base
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,8 @@ def read_metrics(finished: FinishedRun) -> dict[str, Any]:
     return metrics
 
 
-def load_finished_tokenizer(finished: FinishedRun, **keys: Any) -> Any:
+def load_finished_tokenizer(finished: FinishedRun, **keys: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that the run saved, with `keys` changed. Raises RecipeError if there is none, or it is damaged."""
-    from transformers import AutoTokenizer
+    from ssm_tune.tokenizer import read_tokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(str(finished.folder), **keys)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{finished.folder}: its tokenizer cannot be read: {str(error).splitlines()[0]}") from error
+    return read_tokenizer(str(finished.folder), None, "the run's tokenizer", **keys)

@@ -113,7 +113,8 @@ def test_a_stopped_run_says_how_to_resume_and_where_its_weights_are(make_run: Ma
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12"), "damaged or cut off"),
         (lambda folder: (folder / "metrics.jsonl").write_text('{"loss": 1}\n{"lo'), "metrics.jsonl, line 2"),
         (lambda folder: (folder / "recipe.resolved.yaml").write_text("a: [b"), "recipe.resolved.yaml is damaged"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer cannot be read"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"has no tokenizer files \(tokenizer.json"),
     ],
 )
 def test_what_is_no_whole_run_is_refused(spoil: Callable[[Path], Any], said: str, make_run: MakeRun) -> None:
