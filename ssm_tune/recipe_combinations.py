@@ -127,16 +127,22 @@ def _check_training(training: Mapping[str, Any], data: Mapping[str, Any], mistak
         mistakes.add("training.max_length", "is the length of a packed row; with packing: true it cannot be null")
     if training.get("completion_only_loss") is True and training.get("assistant_only_loss") is True:
         mistakes.add("training", "has both completion_only_loss and assistant_only_loss. Keep one")
-    strategy = training.get("eval_strategy", "no")
-    if complete and not _given(data, "eval", "eval_fraction"):
+    has_eval = not complete or bool(_given(data, "eval", "eval_fraction"))
+    strategy = training.get("eval_strategy", default_eval_strategy(training) if has_eval else "no")
+    if not has_eval:
         if strategy != "no":
             mistakes.add("training.eval_strategy", "needs held-out rows: data.eval or data.eval_fraction")
         elif training.get("eval_on_start") is True:
             mistakes.add("training.eval_on_start", "needs held-out rows: data.eval or data.eval_fraction")
-    if training.get("load_best_model_at_end") is True and strategy != training.get("save_strategy", "steps"):
-        saving = training.get("save_strategy", "steps")
+    saving = training.get("save_strategy", "steps")
+    if training.get("load_best_model_at_end") is True and strategy != saving and (saving != "best" or strategy == "no"):
         problem = f"needs eval_strategy and save_strategy to be equal, not {strategy} and {saving}"
         mistakes.add("training.load_best_model_at_end", problem)
+
+
+def default_eval_strategy(training: Mapping[str, Any]) -> str:
+    """When a run with held-out rows is evaluated if its recipe does not say: every eval_steps, or after each epoch."""
+    return "steps" if "eval_steps" in training else "epoch"
 
 
 def _check_hub(hub: Mapping[str, Any], adapter: Mapping[str, Any], mistakes: Mistakes) -> None:

@@ -15,6 +15,7 @@ from trl import SFTConfig
 from ssm_tune.data.loading import WORKERS
 from ssm_tune.data.stream_data import is_streamed
 from ssm_tune.recipe import Recipe, RecipeError
+from ssm_tune.recipe_combinations import default_eval_strategy
 from ssm_tune.sharding import Sharding
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,8 @@ def build_arguments(
         for key, value in FROM_SCRATCH.items():
             default(key, value, "as models are trained from random weights")
     if has_eval:
-        if "eval_steps" in given:
-            default("eval_strategy", "steps", "eval_steps is given")
-        default("eval_strategy", "epoch", "there is evaluation data")
+        why = "eval_steps is given" if "eval_steps" in given else "there is evaluation data"
+        default("eval_strategy", default_eval_strategy(given), why)
         if given.get("eval_strategy", chosen.get("eval_strategy")) != "no" and not resuming:
             default("eval_on_start", True, "so that there is a loss to compare with")
     elif given.get("eval_strategy", "no") != "no":

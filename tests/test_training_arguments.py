@@ -1,14 +1,39 @@
-"""What a resumed run keeps of its steps."""
+"""When a run is evaluated if its recipe does not say, and what a resumed run keeps of its steps."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ssm_tune.recipe import RecipeError, recipe_from_dict
 from ssm_tune.training_arguments import WINDOW, build_arguments, rows_per_step
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({}, "epoch"),
+        ({"eval_steps": 10}, "steps"),
+        ({"eval_steps": 10, "eval_strategy": "epoch"}, "epoch"),
+        ({"eval_steps": 10, "save_steps": 20, "load_best_model_at_end": True}, "steps"),
+        ({"save_strategy": "epoch", "load_best_model_at_end": True}, "epoch"),
+        ({"save_strategy": "best", "load_best_model_at_end": True, "metric_for_best_model": "loss"}, "epoch"),
+    ],
+)
+@pytest.mark.parametrize("as_objects", [True, False])
+def test_runs_with_held_out_rows_are_evaluated(
+    tmp_path: Path, training: dict[str, Any], expected: str, as_objects: bool
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "eval_fraction": 0.1}
+    sections = {} if as_objects else {"model": {"name": "owner/name"}, "data": data}
+    recipe = recipe_from_dict({"training": training, **sections}, where="test", complete=not as_objects)
+    arguments, said = build_arguments(recipe, "sft", tmp_path, has_eval=True)
+    assert arguments.eval_strategy == expected
+    assert sum(line.startswith("eval_strategy: ") for line in said) == ("eval_strategy" not in training)
 
 
 @pytest.mark.parametrize(
