@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
@@ -17,11 +18,12 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import can_return_tuple, is_flash_attention_requested
 
 from ssm_tune.architectures.configs import ATTENTION, MIXER, DecoderConfig
 from ssm_tune.architectures.layers import MLP, Attention, ResidualLinear, draw_linear, make_norm, rotary_positions
-from ssm_tune.mixers.attention import mask_documents, padding_mask, positions_of_row
+from ssm_tune.kernels.reference import PADDING
+from ssm_tune.mixers.attention import holds_inner_padding, mask_documents, padding_mask, positions_of_row
 from ssm_tune.mixers.cache_names import older_cache_names
 from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
 from ssm_tune.mixers.norms import add_and_normalise
@@ -227,12 +229,33 @@ class DecoderModel(DecoderPreTrainedModel):
             if positions is None:
                 seen = cache.get_seq_length() if cache is not None else 0
                 positions = positions_of_row(tuple(x.shape[:2]), x.device, seen, padding_mask(mask))
-            create_mask = create_sliding_window_causal_mask if config.sliding_window else create_causal_mask
-            mask = create_mask(config=config, inputs_embeds=x, attention_mask=mask, cache=cache, position_ids=positions)
+            mask = self._prepare_mask(x, mask, positions, cache)
         rotary = None
         if config.turned_channels:
             rotary = rotary_positions(positions, config.turned_channels, config.rope_theta)
         return {"attention_mask": mask, "rotary": rotary}
+
+    def _prepare_mask(self, x: Tensor, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """The mask of rows of one document each; padding takes no place of a token in a window.
+
+        Raises:
+            ValueError: a cache continued behind padding that stands between tokens, and took places of its window.
+        """
+        config, window = self.config, self.config.sliding_window
+        common = {"config": config, "inputs_embeds": x, "attention_mask": mask, "cache": cache}
+        if window is None:
+            return create_causal_mask(**common, position_ids=positions)
+        # Flash attention takes padding out itself. What a row shorter than the window holds, each of its tokens sees.
+        countable = isinstance(mask, Tensor) and mask.shape[1] > window and not is_flash_attention_requested(config)
+        if countable and holds_inner_padding(mask != 0):
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError(
+                    f"{type(self).__name__}: attention sees the last {window} tokens, and the cache has kept padding "
+                    "in the place of some. Pad rows on the left, or pass use_cache=False."
+                )
+            index = torch.where(mask[:, -x.shape[1] :] != 0, 0, PADDING).to(x.device)
+            return mask_documents(config, index, x.dtype, window)
+        return create_sliding_window_causal_mask(**common, position_ids=positions)
 
 
 class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):

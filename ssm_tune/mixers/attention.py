@@ -44,6 +44,12 @@ def positions_of_row(shape: tuple[int, int], device: torch.device, seen: int, ma
     return ((mask != 0).to(device).cumsum(1) - 1).clamp(min=0)[:, seen:]
 
 
+def holds_inner_padding(real: Tensor) -> bool:
+    """Whether padding stands between tokens in any row of `real` (batch, length) bool (waits for the device)."""
+    before = real.cumsum(1)
+    return bool((~real & (before > 0) & (before < before[:, -1:])).any())
+
+
 def padding_mask(attention_mask: Any) -> Tensor | None:
     """The mask of padding (batch, length): itself, or the one among those that generate prepares by kind of layer.
 

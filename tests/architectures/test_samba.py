@@ -1,7 +1,8 @@
-"""Samba against a small implementation of the papers' equations, one token at a time."""
+"""Samba against a small implementation of the papers' equations, one token at a time; and windows with padding."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import IDS, make_model
 from torch import Tensor, nn
@@ -71,3 +72,36 @@ def test_order_and_window_are_the_published_ones() -> None:
     types = ["linear_attention", "mlp", "sliding_attention", "mlp", "linear_attention", "mlp"]
     assert config.layer_types == types
     assert type(config)().sliding_window == 2048 and type(config)().rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["samba", "mamba_hybrid", "mamba3_hybrid"])
+def test_padding_takes_no_place_in_the_window(kind: str, attention: str) -> None:
+    """Of rows that hold one document each, with and without a cache that begins."""
+    model = make_model(kind, sliding_window=5)
+    model.set_attn_implementation(attention)
+    ids = torch.randint(3, IDS["vocab_size"], (1, 12))
+    rows = ([*range(4, 16)], [*range(12)], [*range(4), *range(8, 16)], [1, 2, 4, 6, 7, 8, 10, 11, 12, 13, 14, 15])
+    mask = torch.zeros(len(rows), 16, dtype=torch.long)
+    for row, places in enumerate(rows):
+        mask[row, places] = 1
+    padded = torch.zeros_like(mask).masked_scatter(mask == 1, ids.expand(len(rows), -1))
+    expected = model(ids, use_cache=False).logits.expand(len(rows), -1, -1)
+    for use_cache in (False, True):
+        got = model(padded, attention_mask=mask, use_cache=use_cache).logits[mask == 1].view_as(expected)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_has_kept_padding_is_not_continued() -> None:
+    model = make_model("samba")
+    ids = torch.randint(3, IDS["vocab_size"], (1, 8))
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1]])
+    cache = model(ids, attention_mask=mask, use_cache=True).cache
+    longer = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    with pytest.raises(ValueError, match="Pad rows on the left"):
+        model(ids[:, :1], attention_mask=longer, cache=cache)
+    short = make_model("samba", sliding_window=9)  # sees all of them
+    cache = short(ids, attention_mask=mask, use_cache=True).cache
+    got = short(ids[:, :1], attention_mask=longer, cache=cache).logits[0, -1]
+    together = torch.cat([ids[mask == 1], ids[0, :1]])[None]
+    torch.testing.assert_close(got, short(together, use_cache=False).logits[0, -1], rtol=1e-5, atol=1e-5)
