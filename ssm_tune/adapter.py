@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
@@ -151,10 +152,10 @@ def apply_adapter(
         target_modules=shorten_paths(model, found.paths),
         modules_to_save=modules or None,
     )
-    with guard_lifted(), torch.random.fork_rng() if seed is not None else nullcontext():
+    with torch.random.fork_rng() if seed is not None else nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
-        peft_model = get_peft_model(model, config)
+        peft_model = _put_on(model, config)
     if base_name is not None:  # PEFT fills in the model's own name_or_path
         peft_model.peft_config["default"].base_model_name_or_path = base_name
     _check_placed(peft_model, found.paths)
@@ -165,6 +166,14 @@ def apply_adapter(
     for note in _merge_repeats(found.notes):
         logger.warning("adapter: %s", note)
     return cast_adapters_only(peft_model)
+
+
+def _put_on(model: nn.Module, config: LoraConfig) -> PeftModel:
+    """PEFT's adapter on the model, in place, whichever projections it names."""
+    with guard_lifted(), warnings.catch_warnings():
+        # PEFT asks for checkpointing by the name of before; nobody who trains can do anything about it.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        return get_peft_model(model, config)
 
 
 def _merge_repeats(notes: list[str]) -> list[str]:
@@ -248,11 +257,10 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool = False) 
         refuse_dora_in_8_bits(model)
     config.inference_mode = not trainable
     name, config.base_model_name_or_path = config.base_model_name_or_path, None  # PEFT warns when it puts the model's
-    with guard_lifted():
-        try:
-            peft_model = get_peft_model(model, config)
-        except ValueError as error:
-            raise RecipeError(f"{folder / CONFIG_FILE} does not fit the model: {error}") from error
+    try:
+        peft_model = _put_on(model, config)
+    except ValueError as error:
+        raise RecipeError(f"{folder / CONFIG_FILE} does not fit the model: {error}") from error
     config.base_model_name_or_path = name
     restore_adapter(peft_model, folder, trainable=trainable)
     _cast_saved_modules(peft_model, torch.float32 if trainable else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_adapters_are_fp32_masters_and_the_base_is_frozen() -> None:
         ours = ".lora_" in name or ".modules_to_save." in name
         assert parameter.requires_grad == ours, name
         assert parameter.dtype == (torch.float32 if ours else torch.bfloat16), name
+
+
+def test_an_adapter_is_put_on_without_a_warning_that_nobody_can_heed(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save_adapter(apply_adapter(tiny_model("mamba"), section()), tmp_path)
+        base = load_adapter(tiny_model("mamba"), tmp_path).get_base_model()
+        assert not [warning for warning in caught if "is_gradient_checkpointing" in str(warning.message)]
+        base.is_gradient_checkpointing  # noqa: B018 - whoever asks so himself is told
+    assert [warning for warning in caught if "is_gradient_checkpointing" in str(warning.message)]
 
 
 def test_the_seed_decides_the_adapter_and_leaves_the_random_state() -> None:
