@@ -28,6 +28,7 @@ from ssm_tune.mixers.cache_names import older_cache_names
 from ssm_tune.mixers.documents import document_index, document_positions, holds_several, mask_labels
 from ssm_tune.mixers.norms import add_and_normalise
 from ssm_tune.mixers.projections import autocast_dtype, project
+from ssm_tune.mixers.prompt_pieces import PromptInPieces
 from ssm_tune.mixers.residual_stream import ResidualBlock, pass_through
 
 
@@ -258,7 +259,7 @@ class DecoderModel(DecoderPreTrainedModel):
         return create_sliding_window_causal_mask(**common, position_ids=positions)
 
 
-class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
+class DecoderForCausalLM(PromptInPieces, DecoderPreTrainedModel, GenerationMixin):
     """The backbone with a language-model head."""
 
     backbone_class: ClassVar[type[DecoderModel]]

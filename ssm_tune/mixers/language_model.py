@@ -21,6 +21,7 @@ from ssm_tune.mixers.documents import document_index, mask_labels
 from ssm_tune.mixers.layer_graphs import run_blocks
 from ssm_tune.mixers.norms import add_and_normalise, last_norm
 from ssm_tune.mixers.projections import input_dtype, project
+from ssm_tune.mixers.prompt_pieces import PromptInPieces
 from ssm_tune.mixers.residual_stream import ResidualBlock, pass_through
 
 
@@ -124,7 +125,7 @@ class Backbone(Patched):
         return output if return_dict else output.to_tuple()
 
 
-class CausalLM(Patched):
+class CausalLM(PromptInPieces, Patched):
     """The backbone with a language-model head."""
 
     @older_cache_names

@@ -160,6 +160,7 @@ def test_generation_with_a_cache_and_in_a_padded_batch_equals_generation_alone(k
     padded = torch.cat([torch.nn.functional.pad(text, (7 - text.shape[1], 0)) for text in texts])
     mask = (torch.arange(7) >= torch.tensor([[4], [0]])).long()
     together = model.generate(padded, attention_mask=mask, **settings)[:, 7:]
+    assert torch.equal(model.generate(padded, attention_mask=mask, prefill_chunk_size=3, **settings)[:, 7:], together)
     for row, text in enumerate(texts):
         alone = model.generate(text, attention_mask=torch.ones_like(text), **settings)[:, text.shape[1] :]
         slow = model.generate(text, attention_mask=torch.ones_like(text), use_cache=False, **settings)

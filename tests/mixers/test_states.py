@@ -77,8 +77,18 @@ def test_generating_in_a_left_padded_batch_is_generating_alone(kind: str) -> Non
     assert torch.equal(model.generate(**batch, **settings)[:, -5:], wanted)
     static = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(model.generate(**batch, **settings, **static)[:, -5:], wanted)
-    if family_of(model.config.model_type).hybrid:  # generate cuts prompts only where an attention layer counts tokens
-        assert torch.equal(model.generate(**batch, **settings, prefill_chunk_size=4)[:, -5:], wanted)
+    for size in (1, 4, 100):
+        assert torch.equal(model.generate(**batch, **settings, prefill_chunk_size=size)[:, -5:], wanted)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
+def test_a_prompt_is_read_in_pieces_of_the_size_that_is_asked_for(kind: str) -> None:
+    model = patch_model(tiny_model(kind))
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: read.append(ids[0].shape[1]))
+    ids = torch.randint(6, 260, (2, 9))
+    model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None, prefill_chunk_size=4)
+    assert read == [4, 4, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1", "zamba"])
