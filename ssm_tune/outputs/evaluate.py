@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import nn
 
 from ssm_tune.outputs import tasks as own_tasks
@@ -107,9 +108,9 @@ _RUNS_CODE = (
     "evaluation.tasks: {name} runs the code that the model writes, on this machine. Allow it with "
     "evaluation.allow_code_execution: true (--allow-code-execution), best in a container, or leave the task out."
 )
-# What reading a task's data raises: no network, no such data set or file, rows that are not of its kind, a package that
-# its code imports.
-_UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError)
+# What reading a task's data raises: no network, no such data set or file, rows that are not of its kind or lack a
+# column that its texts name, a package that its code imports.
+_UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, TemplateError)
 
 
 def _explain(name: str, error: Exception, allow_code_execution: bool) -> str:

@@ -120,17 +120,19 @@ def write_task(folder: Path, name: str, **changes: Any) -> None:
 
 
 def test_data_that_cannot_be_had_is_one_clear_mistake(tasks: Path) -> None:
+    wrong = ["nowhere", "offline", "other_split", "other_column"]
     write_task(tasks, "nowhere", dataset_path="json", dataset_kwargs={"data_files": {"test": "/no/such/rows.jsonl"}})
     write_task(tasks, "offline", dataset_path="nobody/nothing", dataset_kwargs={})
     write_task(tasks, "other_split", test_split="held_out")
+    write_task(tasks, "other_column", doc_to_text="{{question.words}}")
     with pytest.raises(RecipeError) as error:
         evaluate_model(
             patch_model(tiny_model("mamba")),
             tiny_tokenizer(),
-            "letters,nowhere,offline,other_split",
+            ",".join(["letters", *wrong]),
             include_path=tasks,
         )
-    assert [message.split(":")[1] for message in error.value.mistakes] == [" nowhere", " offline", " other_split"]
+    assert [message.split(": ")[1] for message in error.value.mistakes] == wrong
     assert all("cannot be had" in message and "--include-path" in message for message in error.value.mistakes)
     assert "no/such/rows.jsonl" in error.value.mistakes[0] and "nobody/nothing" in error.value.mistakes[1]
 
