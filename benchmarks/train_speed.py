@@ -1,6 +1,6 @@
 """Training speed and memory: ours, stock, and mamba_ssm's own model, side by side on one card.
 
-    python benchmarks/train_speed.py                              # every row; half an hour, much of it Triton's tuning
+    python benchmarks/train_speed.py                              # every row; some minutes, part of it Triton's tuning
     python benchmarks/train_speed.py --rows mamba-1.4b-full mamba-1.4b-lora --results speed.json
     python benchmarks/train_speed.py --table speed.json           # the table of what was measured
     python benchmarks/train_speed.py --profile --rows mamba-130m-full  # and where a step's time on the GPU goes

@@ -18,7 +18,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssm_tune.mixers.master_weights import is_watched
+from ssm_tune.mixers.watched import is_watched
 
 
 def cast_adapters_only(model: nn.Module) -> nn.Module:

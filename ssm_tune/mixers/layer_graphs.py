@@ -115,7 +115,7 @@ class _Graph:
             return None
         try:
             self.replay = record(_Blocks(backbone.layers), hidden_states, seq_idx)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             # A lack of memory too: a graph needs its own beside what a step has outside it.
             self.failed = True
             logger.warning(

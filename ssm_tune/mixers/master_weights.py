@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ssm_tune.kernels.recompute import saving_less
+from ssm_tune.mixers.watched import is_watched
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -35,14 +36,6 @@ def keeps_master(linear: nn.Module, x: Tensor) -> bool:
         and torch.get_autocast_dtype(kind) in _LOW
         and not is_watched(linear)
     )
-
-
-def is_watched(layer: nn.Module) -> bool:
-    """Whether somebody has to see a layer called: hooks, a forward of its own, and accelerate's, which brings weights
-    from elsewhere."""
-    own = vars(layer)
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(own[name] for name in hooks) or "forward" in own or "_hf_hook" in own
 
 
 def master_linear(linear: nn.Module, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ssm_tune.kernels.recompute_sums import running_sum
+from ssm_tune.mixers.watched import is_watched
 
 
 class ResidualBlock:
@@ -48,11 +49,9 @@ def _can_be_joined(block: nn.Module) -> bool:
     """Whether nobody has to see the block called: hooks (sharding's among them), checkpointing, a forward of its own
     (accelerate's), a compiled one, a wrapper."""
     own = vars(block)
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return (
         isinstance(block, ResidualBlock)
-        and "forward" not in own
-        and not any(own[name] for name in hooks)
+        and not is_watched(block)
         and own.get("_compiled_call_impl") is None
         and not (own.get("gradient_checkpointing", False) and block.training)
     )
