@@ -1,0 +1,205 @@
+"""What the passes of the Triton scan of Mamba-2 have in common: steps, documents, and the states between chunks.
+
+Rows are cut into chunks of `CHUNK` tokens; the last one is filled up with tokens that take no step. Shapes, here and in
+the kernels: x (batch, length, heads, head_dim); B, C (batch, length, groups, state); dt (batch, length, heads); the
+last dimension of x, B and C is contiguous, the others lie as they like. Of a chunk, `step` is the step size of each
+token, and `decay` the sum of step * A up to it, itself included (Mamba-2, section 6, listing 1):
+
+    y_i    = sum over j <= i of exp(decay_i - decay_j) step_j (C_i B_j) x_j + exp(decay_i) C_i state + D x_i
+    state' = exp(decay_last) state + sum over j of exp(decay_last - decay_j) step_j B_j x_j
+
+Documents are the numbers (batch, length) of `ssm_tune.kernels.documents`. Tokens of a chunk see each other, and the
+state before it, and enter the state after it, where numbers are equal: the state before a chunk is of the document of
+the token before it (of the row's first token for the first chunk), that after it of its last token's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.triton_scan_steps import softplus
+
+CHUNK = 64
+NO_LIMIT = (0.0, math.inf)
+PRECISION = "tf32x3"  # of products of float32 tiles: as exact as float32, on the tensor cores
+_HEADS = 16  # of a program that prepares steps
+
+
+class Steps(NamedTuple):
+    """step and decay of every token, (batch, heads, chunks, CHUNK), float32."""
+
+    step: Tensor
+    decay: Tensor
+
+
+@triton.jit
+def step_of(dt, bias, low, high, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr):
+    """The step size, float32, and its slope by dt."""
+    value = dt.to(tl.float32) + bias
+    slope = tl.full(value.shape, 1.0, tl.float32)
+    if SOFTPLUS:
+        value, slope = softplus(value)
+    if LIMITED:
+        slope = tl.where((value >= low) & (value <= high), slope, 0.0)
+        value = tl.minimum(tl.maximum(value, low), high)
+    return value, slope
+
+
+@triton.jit(do_not_specialize=["length", "heads", "chunks"])
+def steps_kernel(
+    dt, A, bias, step, decay, length, heads, chunks, low, high, dt_row, dt_token, dt_head,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """Steps and decays of a chunk for some heads. Grid: (chunks, blocks of heads, batch)."""
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    place = tl.arange(0, CHUNK)
+    token = chunk.to(tl.int64) * CHUNK + place
+    some = head < heads
+    inside = (token < length)[:, None] & some[None, :]
+    shift = tl.load(bias + head, mask=some, other=0.0) if HAS_BIAS else tl.zeros([HEADS], tl.float32)
+    slope = tl.load(A + head, mask=some, other=0.0)
+    value = tl.load(dt + row * dt_row + token[:, None] * dt_token + head[None, :] * dt_head, mask=inside, other=0.0)
+    value, _ = step_of(value, shift[None, :], low, high, SOFTPLUS, LIMITED)
+    value = tl.where(inside, value, 0.0)
+    to = ((row * heads + head[None, :]) * chunks + chunk) * CHUNK + place[:, None]
+    tl.store(step + to, value, mask=some[None, :])
+    tl.store(decay + to, tl.cumsum(value * slope[None, :], axis=0), mask=some[None, :])
+
+
+@triton.jit
+def read_tokens(pointer, place, columns, remaining, width, token_stride, EVEN: tl.constexpr):
+    """The tile (tokens, columns) at `pointer`; zero beyond the `remaining` tokens and the last column."""
+    tile = place[:, None] * token_stride + columns[None, :]
+    if EVEN:
+        return tl.load(pointer + tile)
+    inside = (place < remaining)[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + tile, mask=inside, other=0.0)
+
+
+@triton.jit
+def numbers_of_chunk(number, chunk, length, CHUNK: tl.constexpr):
+    """The documents of a chunk's tokens, of the token before it, and of its last; `number` is at the row's first."""
+    first = chunk * CHUNK
+    end = length - 1
+    own = tl.load(number + tl.minimum(first + tl.arange(0, CHUNK), end))
+    return own, tl.load(number + tl.maximum(first - 1, 0)), tl.load(number + tl.minimum(first + CHUNK - 1, end))
+
+
+def prepare_steps(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+) -> Steps:
+    """Step sizes and their sums times A within each chunk, from dt (batch, length, heads); A and dt_bias float32."""
+    batch, length, heads = dt.shape
+    chunks = -(-length // CHUNK)
+    found = Steps(*(torch.empty((batch, heads, chunks, CHUNK), dtype=torch.float32, device=dt.device) for _ in "12"))
+    low, high = dt_limit
+    with device_of(dt):
+        steps_kernel[chunks, -(-heads // _HEADS), batch](
+            dt, A, dt_bias, *found, length, heads, chunks, float(low), float(high), *dt.stride(),
+            CHUNK=CHUNK, HEADS=_HEADS, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
+            LIMITED=(low, high) != NO_LIMIT, num_warps=4,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def advance_state(
+    state, x, B, step, decay, total, own, before, last, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The state (state, head_dim), float32, after a chunk with x (CHUNK, head_dim) and B (CHUNK, state)."""
+    weight = tl.exp(total - decay) * step
+    through = tl.exp(total)
+    if HAS_DOCUMENTS:
+        weight = tl.where(own == last, weight, 0.0)
+        through = tl.where(before == last, through, 0.0)
+    entering = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
+    return tl.dot(tl.trans(B), entering, acc=state * through, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["length", "heads", "chunks"])
+def states_kernel(
+    x, B, step, decay, number, initial, states, length, heads, chunks, heads_of_group, head_dims, state_dims,
+    x_row, x_token, x_head, B_row, B_token, B_group,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state before every chunk, for one head and HEAD_DIM of its channels. Grid: (heads, blocks, batch)."""
+    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
+    p = tl.program_id(1) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    x += row * x_row + head.to(tl.int64) * x_head
+    B += row * B_row + (head // heads_of_group).to(tl.int64) * B_group
+    step += (row * heads + head) * chunks * CHUNK
+    decay += (row * heads + head) * chunks * CHUNK
+    states += (row * heads + head) * chunks * state_dims * head_dims
+    inside = (n < state_dims)[:, None] & (p < head_dims)[None, :]
+    tile = n[:, None] * head_dims + p[None, :]
+    state = tl.zeros([STATE, HEAD_DIM], tl.float32)
+    if HAS_INITIAL:  # (batch, heads, head_dim, state)
+        initial += (row * heads + head) * head_dims * state_dims
+        state = tl.load(initial + p[None, :] * state_dims + n[:, None], mask=inside, other=0.0)
+    own, before, last = 0, 0, 0
+    for chunk in range(chunks):
+        remaining = length - chunk * CHUNK
+        values = read_tokens(x, place, p, remaining, head_dims, x_token, EVEN)
+        b = read_tokens(B, place, n, remaining, state_dims, B_token, EVEN)
+        if HAS_DOCUMENTS:
+            own, before, last = numbers_of_chunk(number + row * length, chunk, length, CHUNK)
+        total = tl.load(decay + CHUNK - 1)
+        tl.store(states + tile, state.to(x.dtype.element_ty), mask=inside)
+        state = advance_state(
+            state, values, b, tl.load(step + place), tl.load(decay + place), total, own, before, last,
+            HAS_DOCUMENTS, PRECISION,
+        )  # fmt: skip
+        x += CHUNK * x_token
+        B += CHUNK * B_token
+        step += CHUNK
+        decay += CHUNK
+        states += state_dims * head_dims
+
+
+def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, initial_state: Tensor | None) -> Tensor:
+    """The state before every chunk, (batch, heads, chunks, state, head_dim), in the dtype of x.
+
+    number: (batch, length), int32, contiguous, or None. initial_state: (batch, heads, head_dim, state), float32, or
+    None.
+    """
+    batch, length, heads, head_dim = x.shape
+    groups, state = B.shape[2:]
+    chunks = steps.step.shape[2]
+    sizes = block_sizes(head_dim, state, 64)
+    states = torch.empty((batch, heads, chunks, state, head_dim), dtype=x.dtype, device=x.device)
+    with device_of(x):
+        states_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
+            x, B, *steps, number, None if initial_state is None else initial_state.contiguous(), states,
+            length, heads, chunks, heads // groups, head_dim, state, *x.stride()[:3], *B.stride()[:3],
+            CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), HAS_INITIAL=initial_state is not None,
+            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, **sizes,
+        )  # fmt: skip
+    return states
+
+
+def block_sizes(head_dim: int, state: int, widest: int) -> dict[str, int]:
+    """Of tiles: powers of two from 16 on, `widest` channels of a head at most."""
+    return {
+        "HEAD_DIM": min(widest, max(16, triton.next_power_of_2(head_dim))),
+        "STATE": max(16, triton.next_power_of_2(state)),
+    }
+
+
+def is_even(length: int, head_dim: int, state: int, sizes: dict[str, int]) -> bool:
+    """Whether every tile is full, so that loads need no masks."""
+    return length % CHUNK == 0 and head_dim % sizes["HEAD_DIM"] == 0 and state == sizes["STATE"]
