@@ -86,12 +86,17 @@ def read_tokens(pointer, place, columns, remaining, width, token_stride, EVEN: t
 
 
 @triton.jit
-def numbers_of_chunk(number, chunk, length, CHUNK: tl.constexpr):
-    """The documents of a chunk's tokens, of the token before it, and of its last; `number` is at the row's first."""
-    first = chunk * CHUNK
-    end = length - 1
-    own = tl.load(number + tl.minimum(first + tl.arange(0, CHUNK), end))
-    return own, tl.load(number + tl.maximum(first - 1, 0)), tl.load(number + tl.minimum(first + CHUNK - 1, end))
+def numbers_of_chunk(number, row, chunk, length, CHUNK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
+    """The documents of a chunk's tokens, of the token before it, and of its last."""
+    if HAS_DOCUMENTS:
+        number += row * length
+        first, end = chunk * CHUNK, length - 1
+        own = tl.load(number + tl.minimum(first + tl.arange(0, CHUNK), end))
+        before = tl.load(number + tl.maximum(first - 1, 0))
+        last = tl.load(number + tl.minimum(first + CHUNK - 1, end))
+    else:
+        own, before, last = 0, 0, 0
+    return own, before, last
 
 
 def prepare_steps(
@@ -151,13 +156,11 @@ def states_kernel(
     if HAS_INITIAL:  # (batch, heads, head_dim, state)
         initial += (row * heads + head) * head_dims * state_dims
         state = tl.load(initial + p[None, :] * state_dims + n[:, None], mask=inside, other=0.0)
-    own, before, last = 0, 0, 0
     for chunk in range(chunks):
         remaining = length - chunk * CHUNK
         values = read_tokens(x, place, p, remaining, head_dims, x_token, EVEN)
         b = read_tokens(B, place, n, remaining, state_dims, B_token, EVEN)
-        if HAS_DOCUMENTS:
-            own, before, last = numbers_of_chunk(number + row * length, chunk, length, CHUNK)
+        own, before, last = numbers_of_chunk(number, row, chunk, length, CHUNK, HAS_DOCUMENTS)
         total = tl.load(decay + CHUNK - 1)
         tl.store(states + tile, state.to(x.dtype.element_ty), mask=inside)
         state = advance_state(
