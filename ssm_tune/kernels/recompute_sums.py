@@ -12,7 +12,7 @@ norm's reader, in bfloat16, is off by 4e-3 of what it reads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,12 +24,12 @@ _local = threading.local()
 
 
 class _Sum:
-    """Gives a sum: the tensor itself, until it is known how to get it back."""
+    """A sum: the tensor itself, until it is known which sum comes after it and what that has more."""
 
     def __init__(self, tensor: Tensor) -> None:
         kept = tensor.detach()
         self.address = kept.untyped_storage().data_ptr()
-        self.give: Callable[[], Tensor] = lambda: kept
+        self.give: Callable[[], tuple[Tensor, Tensor | None]] = lambda: (kept, None)
 
 
 class RunningSum:
@@ -44,7 +44,7 @@ class RunningSum:
         if last is None or last.address != before.untyped_storage().data_ptr():
             return
         after, less = reference_to(total), added.detach()
-        last.give = lambda: after() - less
+        last.give = lambda: (after(), less)
 
 
 @contextmanager
@@ -60,19 +60,33 @@ def running_sum() -> Iterator[RunningSum]:
         _local.sums = before
 
 
-def add_to_sum(before: Tensor, added: Tensor, total: Tensor) -> None:
-    """Say that total = before + added, all (..., dim), before anyone saves `total`, which is new.
+def add_to_sum(
+    before: Tensor,
+    added: Tensor,
+    total: Tensor,
+    made_of_it: Tensor,
+    again: Callable[[Tensor, Tensor | None], Sequence[Tensor]],
+) -> bool:
+    """Say that total = before + added, all (..., dim), before anyone saves `total`, which is new, or `made_of_it`.
 
     Of no effect outside `running_sum` and scopes of recomputation, or where nothing is gained: for what is added has to
     be kept, and the subtraction has to be one in float32.
+
+    Args:
+        again: of a sum and what is to be subtracted from it (None: nothing), the difference, which is `total` again,
+            and `made_of_it` again.
+
+    Returns:
+        Whether both are got back by `again` from here on.
     """
     sums: RunningSum | None = getattr(_local, "sums", None)
     if sums is None:
-        return
+        return False
     if not recomputing() or total.dtype != torch.float32 or added.element_size() >= total.element_size():
         sums.last = None
-        return
+        return False
     made = _Sum(total)
-    recomputable([total], lambda: [made.give()])
+    recomputable([total, made_of_it], lambda: again(*made.give()))
     sums.follow(before, added, total)
     sums.last = made
+    return True

@@ -9,6 +9,7 @@ keep it: it comes again from the sum and that number, the same to the bit (`ssm_
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,11 +52,16 @@ def residual_rms_norm_kernel(
 
 
 @triton.jit
-def norm_again_kernel(total, weight, scales, y, dim, total_stride, BLOCK: tl.constexpr):
+def norm_again_kernel(
+    total, less, weight, scales, before, y, dim, total_stride, less_stride, HAS_LESS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     inside = places < dim
     value = _read(total, row, total_stride, places, inside)
+    if HAS_LESS:
+        value -= _read(less, row, less_stride, places, inside)
+        tl.store(before + row * dim + places, value, mask=inside)
     normed = value * tl.load(scales + row) * _read(weight, 0, 0, places, inside)
     tl.store(y + row * dim + places, normed.to(y.dtype.element_ty), mask=inside)
 
@@ -102,19 +108,24 @@ def residual_rms_norm(
         raise Unsupported(f"{stream.shape[-1]} channels, at most {_WIDEST}")
     if not stream.numel():
         raise Unsupported("no tokens")
-    y, total, scales = _ResidualNorm.apply(stream, x, weight, eps, dtype)
-    if recomputing() and y.requires_grad:
-        again, factors = reference_to(total), weight.detach()
-        recomputable([y], lambda: [_norm_again(again(), factors, scales, dtype)])
+    y, total, _ = _ResidualNorm.apply(stream, x, weight, eps, dtype)
     return y, total
 
 
-def _norm_again(total: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _norm_again(
+    total: Tensor, less: Tensor | None, weight: Tensor, scales: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """total - less (None: total itself), and its norm, from the numbers that the forward pass kept of each token."""
     values, y = _rows(total), torch.empty(total.shape, dtype=dtype, device=total.device)
+    subtracted = values if less is None else _rows(less)
+    before = total if less is None else torch.empty(total.shape, dtype=total.dtype, device=total.device)
     rows, dim = values.shape
     with device_of(total):
-        norm_again_kernel[(rows,)](values, weight.contiguous(), scales, y, dim, values.stride(0), **_sizes(dim))
-    return y
+        norm_again_kernel[(rows,)](
+            values, subtracted, weight, scales, before, y, dim, values.stride(0), subtracted.stride(0),
+            HAS_LESS=less is not None, **_sizes(dim),
+        )  # fmt: skip
+    return before, y
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -133,8 +144,11 @@ class _ResidualNorm(torch.autograd.Function):
                 before, added, weight, total, y, scales, dim, eps, before.stride(0), added.stride(0),
                 HAS_X=x is not None, **_sizes(dim),
             )  # fmt: skip
-        if x is not None and any(ctx.needs_input_grad):
-            add_to_sum(stream, x, total)
+        if recomputing() and any(ctx.needs_input_grad):
+            again = functools.partial(_norm_again, weight=weight.detach(), scales=scales, dtype=dtype)
+            if x is None or not add_to_sum(stream, x, total, y, again):
+                kept = reference_to(total)
+                recomputable([y], lambda: again(kept(), None)[1:])
         ctx.save_for_backward(total, weight, scales)
         ctx.x_dtype = None if x is None else x.dtype
         ctx.set_materialize_grads(False)
