@@ -332,7 +332,7 @@ def test_a_mixer_on_a_gpu_copies_nothing(monkeypatch: pytest.MonkeyPatch, convol
             plain = run(in_chunks)
         with Copies() as after:
             assert torch.equal(run(split_in_two), plain)
-    assert (before.count, after.count) == (1, 0)
+    assert before.count > after.count == 0
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
