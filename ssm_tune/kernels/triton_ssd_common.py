@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.triton_scan_steps import softplus
@@ -29,6 +30,7 @@ from ssm_tune.kernels.triton_scan_steps import softplus
 CHUNK = 64
 NO_LIMIT = (0.0, math.inf)
 PRECISION = "tf32x3"  # of products of float32 tiles: as exact as float32, on the tensor cores
+_reaches: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _HEADS = 16  # of a program that prepares steps
 
 
@@ -86,6 +88,18 @@ def read_tokens(pointer, place, columns, remaining, width, token_stride, EVEN: t
 
 
 @triton.jit
+def write_tokens(pointer, values, place, columns, remaining, width, token_stride, EVEN: tl.constexpr):
+    """Counterpart of `read_tokens`."""
+    tile = place[:, None] * token_stride + columns[None, :]
+    values = values.to(pointer.dtype.element_ty)
+    if EVEN:
+        tl.store(pointer + tile, values)
+    else:
+        inside = (place < remaining)[:, None] & (columns < width)[None, :]
+        tl.store(pointer + tile, values, mask=inside)
+
+
+@triton.jit
 def numbers_of_chunk(number, row, chunk, length, CHUNK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
     """The documents of a chunk's tokens, of the token before it, and of its last."""
     if HAS_DOCUMENTS:
@@ -118,6 +132,28 @@ def prepare_steps(
             LIMITED=(low, high) != NO_LIMIT, num_warps=4,
         )  # fmt: skip
     return found
+
+
+def find_reach(number: Tensor) -> Tensor:
+    """How far tokens see back, (batch, chunks, CHUNK), int32: the place in their chunk of the first token of their
+    document, or -1 where that goes on from the chunk before (and at the row's first document, from the initial state).
+
+    number: (batch, length), int32, never less than at the token before. Kept as long as that very tensor lives
+    unchanged.
+    """
+    kept = _reaches.get(number)
+    version = None if number.is_inference() else number._version
+    if kept is not None and kept[0] == version and version is not None:
+        return kept[1]
+    batch, length = number.shape
+    short = -length % CHUNK
+    own = torch.cat([number, number[:, -1:].expand(batch, short)], dim=1).unflatten(1, (-1, CHUNK))
+    before = torch.cat([number[:, :1], own[:, :-1, -1]], dim=1)
+    reach = (own[..., :, None] > own[..., None, :]).sum(-1, dtype=torch.int32)
+    reach = reach.masked_fill(own == before[..., None], -1).contiguous()
+    if version is not None:
+        _reaches[number] = (version, reach)
+    return reach
 
 
 @triton.jit
