@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 # The first pattern found in a kernel's name decides. Names are CUDA's, with template arguments, or Triton functions'.
 GROUPS: tuple[tuple[str, str], ...] = (
     ("copies and casts", r"^Mem(cpy|set)"),
-    ("selective scan", r"selective_scan|^scan_(for|back)ward$|^((reverse_)?ends|carry|prepare|forward|backward)_kernel$"),
+    ("selective scan", r"selective_scan|^scan_(for|back)ward$|^((reverse_)?ends|carry|prepare|(for|back)ward)_kernel$"),
     ("SSD", r"^_(chunk|state_passing|bmm_chunk)_"),
     ("convolution", r"conv1d|conv_depthwise|^conv_(slope_)?kernel$|convolve|fprop|dgrad|wgrad"),
     ("attention", r"flash|fmha|attention"),
