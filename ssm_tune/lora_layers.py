@@ -78,8 +78,9 @@ class _LoraLinear(torch.autograd.Function):
             h = F.linear(x, A)
             # The adapter's part first, and the base's product added to it before anything is rounded: the other way
             # round, a part that is smaller than a rounding of the base's output is lost in it, for every token alike.
-            y = F.linear(h * scale, B)
-            y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+            y = _scaled_product(h.flatten(0, -2), B.t(), scale)
+            y.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+            y = y.view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
         ctx.save_for_backward(x, weight, A, B, h)
@@ -91,10 +92,15 @@ class _LoraLinear(torch.autograd.Function):
         x, weight, A, B, h = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             flat, rows = dy.flatten(0, -2), x.flatten(0, -2)
-            dh = torch.mm(flat, B).mul_(ctx.scale)
+            dh = _scaled_product(flat, B, ctx.scale)
             dx = None
             if ctx.needs_input_grad[0]:
                 dx = torch.mm(dh, A).addmm_(flat, weight).view(x.shape)
             dA = torch.mm(dh.t(), rows) if ctx.needs_input_grad[3] else None
-            dB = torch.mm(flat.t(), h.flatten(0, -2)).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+            dB = _scaled_product(flat.t(), h.flatten(0, -2), ctx.scale) if ctx.needs_input_grad[4] else None
         return dx, None, None, dA, dB, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale * left @ right of matrices in one kernel: the product is scaled before it is rounded."""
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
