@@ -7,6 +7,8 @@ come from the second-level cache. Shapes and names: `triton_ssd_common`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -101,6 +103,23 @@ def forward_kernel(
         tl.store(final + turned, state, mask=inside)
 
 
+class Arrangement(NamedTuple):
+    """Of a launch: channels of a head in a program, its warps, and how many chunks are in shared memory at a time."""
+
+    head_dim: int
+    warps: int
+    stages: int
+
+
+def arrangement_of(dtype: torch.dtype, state: int, few: bool) -> Arrangement:
+    """So that two programs share a multiprocessor; `few`: there are fewer heads than multiprocessors."""
+    if dtype == torch.float32:
+        return Arrangement(32, 4, 1)
+    if state > 128:
+        return Arrangement(32, 4, 1)
+    return Arrangement(32 if few else 64, 4, 2)
+
+
 def scan_forward(
     x: Tensor,
     B: Tensor,
@@ -118,9 +137,8 @@ def scan_forward(
     """
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
-    sizes = block_sizes(head_dim, state, 64)
-    if batch * heads < multiprocessors(x.device):
-        sizes = block_sizes(head_dim, state, 32)
+    arrangement = arrangement_of(x.dtype, state, few=batch * heads < multiprocessors(x.device))
+    sizes = block_sizes(head_dim, state, arrangement.head_dim)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = x.new_empty((batch, heads, head_dim, state), dtype=torch.float32) if return_final_state else None
     D_strides = (0, 0) if D is None else (*D.stride(), 0)[:2]
@@ -132,6 +150,6 @@ def scan_forward(
             *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *D_strides,
             CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), HAS_D=D is not None,
             HAS_INITIAL=initial_state is not None, HAS_FINAL=return_final_state, HAS_DOCUMENTS=number is not None,
-            PRECISION=PRECISION, num_warps=4, **sizes,
+            PRECISION=PRECISION, num_warps=arrangement.warps, num_stages=arrangement.stages, **sizes,
         )  # fmt: skip
     return y, final
