@@ -1,4 +1,4 @@
-"""The blocks of a backbone as one CUDA graph, forward and one backward: for training on rows of one fixed shape.
+"""The blocks of a backbone as CUDA graphs, forward and backward: for training on rows of one fixed shape.
 
 A Mamba-2 block is some thirty launches forward and as many backward, which Python gives to the GPU more slowly than a
 small model computes them. Packed rows all have one shape, so that the launches can be recorded once and played again.
@@ -8,11 +8,14 @@ shape, evaluation and decoding go the usual way.
 What is recorded cannot look at values. Documents are therefore found on the GPU, in the graph itself, from the batch's
 own `seq_idx` (`kernels.documents.without_waiting`); a kernel that has to wait for where documents start is passed over.
 A graph keeps the memory of its activations for itself.
+
+Backward is one graph in a process by itself. Where processes exchange gradients it is several, of a few blocks each, so
+that gradients travel while those of the blocks before are computed. Every process records when it has seen its shape;
+one that cannot goes on without, and what it exchanges with the others stays the same.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +23,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssm_tune.kernels.documents import without_waiting
-from ssm_tune.kernels.reference import PADDING
-from ssm_tune.mixers.residual_stream import pass_through
+from ssm_tune.mixers.recorded_blocks import RecordedBlocks
 
 logger = logging.getLogger(__name__)
+
+# Of backward, where gradients are exchanged: bytes of gradients in a piece, and number of pieces. The more, the shorter
+# is what is waited for in the end: the exchange of the last one.
+SMALLEST_PIECE = 64 * 2**20
+LARGEST_COUNT = 8
 
 _on = False
 _graphs: WeakKeyDictionary[nn.Module, _Graph] = WeakKeyDictionary()
@@ -38,26 +45,10 @@ def layer_graphs(on: bool = True) -> Iterator[None]:
     global _on
     before, _on = _on, on
     try:
-        with _parameters_of_another_stream():
-            yield
+        yield
     finally:
         _on = before
         _graphs.clear()  # and with them the memory that they keep
-
-
-@contextmanager
-def _parameters_of_another_stream() -> Iterator[None]:
-    """Autograd warns that it meets parameters on another stream than the one that it first met them on: recording
-    needs a stream of its own."""
-    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if warn is None or not _on:
-        yield
-        return
-    warn(False)
-    try:
-        yield
-    finally:
-        warn(True)
 
 
 def run_blocks(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor | None:
@@ -76,23 +67,6 @@ def run_blocks(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | Non
 def can_be_recorded(device: torch.device) -> bool:
     """Whether there are CUDA graphs on a device, and none is being recorded already."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-
-
-class _Blocks(nn.Module):
-    """What is recorded: all blocks, one after the other."""
-
-    def __init__(self, blocks: nn.ModuleList) -> None:
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, hidden_states: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        if seq_idx is not None:
-            # Padding becomes a document of its own, to be computed like any other: nobody reads what comes of it, and
-            # clearing it in every layer would take passes over whole activations, in each batch, with padding or not.
-            # And a tensor of this call's own: what is worked out of it is kept by tensor, and belongs in the graph.
-            seq_idx = torch.where(seq_idx == PADDING, PADDING - 1, seq_idx)
-        with without_waiting():
-            return pass_through(self.blocks, hidden_states, seq_idx=seq_idx)
 
 
 class _Graph:
@@ -114,7 +88,7 @@ class _Graph:
         if self.failed or self.replay is not None or not twice:
             return None
         try:
-            self.replay = record(_Blocks(backbone.layers), hidden_states, seq_idx)
+            self.replay = record(backbone.layers, hidden_states, seq_idx)
         except (RuntimeError, ValueError, TypeError) as error:
             # A lack of memory too: a graph needs its own beside what a step has outside it.
             self.failed = True
@@ -155,30 +129,17 @@ def _key(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> 
     )
 
 
-def record(blocks: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Callable[..., Tensor]:
-    """A function that computes the blocks by playing graphs, which autograd differentiates by playing another."""
-    sample = hidden_states.detach().clone().requires_grad_(hidden_states.requires_grad)
-    samples = (sample,) if seq_idx is None else (sample, seq_idx.detach().clone())
-    kind = hidden_states.device.type
-    enabled = torch.is_autocast_enabled(kind)
-    # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
-    cast = torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False)
-    # Recording computes the blocks several times. A resumed run, which records anew, has to draw what an unbroken one
-    # does.
-    drawn = torch.random.fork_rng([hidden_states.device], device_type=kind)
-    with cast, drawn, _whatever_other_threads_do():
-        recorded = torch.cuda.make_graphed_callables(blocks, samples, allow_unused_input=True)
+def record(blocks: nn.ModuleList, hidden_states: Tensor, seq_idx: Tensor | None) -> Callable[..., Tensor]:
+    """A function that computes the blocks by playing graphs, which autograd differentiates by playing others."""
+    recorded = RecordedBlocks(blocks, starts_of_pieces(blocks), hidden_states, seq_idx)
     torch.cuda.empty_cache()  # of the batches before: a graph does not share its memory with them
     return recorded
 
 
-@contextmanager
-def _whatever_other_threads_do() -> Iterator[None]:
-    """CUDA breaks a recording off when any thread allocates memory, as a loader's does that pins batches, unless it is
-    told that only this thread counts; `make_graphed_callables` does not hand that on."""
-    before = torch.cuda.graph
-    torch.cuda.graph = functools.partial(before, capture_error_mode="thread_local")
-    try:
-        yield
-    finally:
-        torch.cuda.graph = before
+def starts_of_pieces(blocks: nn.ModuleList) -> list[int]:
+    """Numbers of the blocks with which the pieces of backward begin: pieces of as many blocks each."""
+    count = 1
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        sent = sum(p.numel() * p.element_size() for p in blocks.parameters() if p.requires_grad)
+        count = max(1, min(sent // SMALLEST_PIECE, LARGEST_COUNT, len(blocks)))
+    return [number * len(blocks) // count for number in range(count)]

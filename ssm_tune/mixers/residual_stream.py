@@ -7,7 +7,7 @@ from its end (`ssm_tune.kernels.recompute_sums`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,20 +24,28 @@ class ResidualBlock:
         raise NotImplementedError
 
 
-def pass_through(blocks: Iterable[nn.Module], stream: Tensor, **arguments: Any) -> Tensor:
+Border = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def _pass_on(number: int, stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return stream, added
+
+
+def pass_through(blocks: Iterable[nn.Module], stream: Tensor, *, before: Border = _pass_on, **arguments: Any) -> Tensor:
     """What the blocks make of the stream (batch, length, hidden), each called with `arguments`.
 
-    Each is called as a module unless all of them can be joined.
+    Each is called as a module unless all of them can be joined. `before` is given the number of each block and what
+    goes into it, the stream and what is to be added to it (None: nothing), and gives the same tensors or views of them.
     """
     blocks = list(blocks)
     if not all(map(_can_be_joined, blocks)):
-        for block in blocks:
-            stream = block(stream, **arguments)
+        for number, block in enumerate(blocks):
+            stream = block(before(number, stream, None)[0], **arguments)
         return stream
     added = None
     with running_sum() as sums:
-        for block in blocks:
-            stream, added = block.mix(stream, added, **arguments)
+        for number, block in enumerate(blocks):
+            stream, added = block.mix(*before(number, stream, added), **arguments)
         if added is None:
             return stream
         total = stream + added

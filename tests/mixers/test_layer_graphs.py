@@ -11,8 +11,9 @@ import pytest
 import torch
 from tiny import tiny_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ssm_tune.mixers import layer_graphs, patch_model
+from ssm_tune.mixers import layer_graphs, patch_model, recorded_blocks
 from ssm_tune.mixers.layer_graphs import layer_graphs as graphs
 
 LENGTH = 48
@@ -25,34 +26,45 @@ def documents(*lengths: int) -> Tensor:
 
 
 class Recorder:
-    """In the place of CUDA graphs: counts what is recorded and played, and computes it."""
+    """In the place of CUDA graphs: counts what is recorded and played, and computes it anew into the same memory."""
 
     def __init__(self, failure: Exception | None = None) -> None:
-        self.failure, self.recorded, self.played = failure, 0, 0
+        self.failure, self.recorded, self.played, self.graphs = failure, 0, 0, 0
 
-    def __call__(self, blocks: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Callable[..., Tensor]:
+    def __call__(self) -> Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]:
         self.recorded += 1
         if self.failure is not None:
             raise self.failure
+        return self.capture
 
-        def play(*given: Tensor) -> Tensor:
-            self.played += 1
-            return blocks(*given)
+    def capture(self, compute: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        self.graphs += 1
+        result = compute()
+        is_forward = isinstance(result, Tensor)
 
-        return play
+        def play() -> None:
+            self.played += is_forward
+            with torch.enable_grad():
+                again = compute()
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+        return result, play
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
-    monkeypatch.setattr(layer_graphs, "record", found)
+    monkeypatch.setattr(recorded_blocks, "capture_into_one_memory", found)
+    monkeypatch.setattr(recorded_blocks, "warm_up", lambda compute: compute())
     monkeypatch.setattr(layer_graphs, "can_be_recorded", lambda device: True)
     return found
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind: str, **dimensions: Any) -> nn.Module:
     torch.manual_seed(0)
-    return patch_model(tiny_model(kind)).train()
+    return patch_model(tiny_model(kind, **dimensions)).train()
 
 
 def loss_and_gradients(model: nn.Module, seq_idx: Tensor | None, length: int = LENGTH, seed: int = 0) -> dict[str, Any]:
@@ -83,6 +95,71 @@ def test_recorded_at_the_second_batch_of_a_shape_and_played_from_then_on(recorde
     assert (recorder.recorded, recorder.played) == (1, 2)
     loss_and_gradients(model, batches[0][0])
     assert recorder.played == 2
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward of every block is a piece, as where processes exchange gradients."""
+    monkeypatch.setattr(layer_graphs, "starts_of_pieces", lambda blocks: list(range(len(blocks))))
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("frozen", ["", "first blocks", "input", "a middle block", "last block"])
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_backward_in_pieces_is_backward_of_all(recorder: Recorder, kind: str, frozen: str) -> None:
+    model = model_of(kind, num_hidden_layers=4)
+    blocks = model.backbone.layers
+    for module in {
+        "": [],
+        "first blocks": [model.backbone.embeddings, *blocks[:2]],
+        "input": [model.backbone.embeddings],
+        "a middle block": [blocks[1]],
+        "last block": [blocks[3]],
+    }[frozen]:
+        module.requires_grad_(False)
+    expected = [loss_and_gradients(model, documents(20, 28), seed=seed) for seed in range(3)]
+    with graphs():
+        found = [loss_and_gradients(model, documents(20, 28), seed=seed) for seed in range(3)]
+    assert (recorder.recorded, recorder.played, recorder.graphs) == (1, 2, 3 if frozen == "first blocks" else 5)
+    for one, truth in zip(found, expected, strict=True):
+        assert_same(one, truth)
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_gradients_of_a_piece_are_there_before_the_next_is_played(recorder: Recorder) -> None:
+    model = model_of("mamba2", num_hidden_layers=3)
+    with graphs():
+        loss_and_gradients(model, documents(48))
+        seen: list[str] = []
+        for number, block in enumerate(model.backbone.layers):
+            block.mixer.out_proj.weight.register_post_accumulate_grad_hook(lambda _, n=number: seen.append(f"got {n}"))
+        graph = layer_graphs.record(
+            model.backbone.layers, torch.randn(1, LENGTH, 32, requires_grad=True), documents(48)
+        )
+        backward = graph.play_backward
+        graph.play_backward = lambda piece: [seen.append(f"play {piece}"), backward(piece)][1]
+        graph(torch.randn(1, LENGTH, 32), documents(48)).sum().backward()
+    assert seen == ["play 2", "got 2", "play 1", "got 1", "play 0", "got 0"]
+
+
+def test_backward_after_another_batch_is_an_error(recorder: Recorder) -> None:
+    sample = torch.randn(1, LENGTH, 32, requires_grad=True)
+    graph = layer_graphs.record(model_of("mamba2").backbone.layers, sample, documents(48))
+    first, _ = (graph(sample, documents(48)).sum() for _ in range(2))
+    with pytest.raises(RuntimeError, match="another batch"):
+        first.backward()
+
+
+def test_with_nothing_trained_only_forward_is_recorded(recorder: Recorder) -> None:
+    model = model_of("mamba2")
+    model.backbone.requires_grad_(False)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    expected = loss_and_gradients(model, documents(48))
+    with graphs():
+        for _ in range(3):
+            found = loss_and_gradients(model, documents(48))
+    assert recorder.graphs == 1
+    assert_same(found, expected)
 
 
 def test_other_batches_go_the_usual_way(recorder: Recorder) -> None:

@@ -1,0 +1,147 @@
+"""Blocks recorded as CUDA graphs, one forward and one for each piece of backward, and played as autograd's functions.
+
+Each piece is a function of its own, so that autograd hands out the gradients of its parameters before it plays the
+next: DistributedDataParallel sends them meanwhile. All graphs share one memory; a piece is played after the ones after
+it, as it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ssm_tune.mixers.backward_pieces import Pieces
+
+Result = TypeVar("Result")
+# Passes before recording, in which kernels are compiled and libraries make their handles.
+WARM_UP = 3
+
+
+class RecordedBlocks:
+    """Computes `blocks` as they are at the shapes of the samples, by playing graphs.
+
+    Args:
+        starts: numbers of the blocks with which the pieces of backward begin, ascending, from 0 on.
+        hidden_states: (batch, length, hidden), a sample.
+        seq_idx: (batch, length) int32, -1 padding, a sample; None: none is given later either.
+
+    Raises:
+        RuntimeError: something cannot be recorded, or memory is short.
+    """
+
+    def __init__(
+        self, blocks: nn.ModuleList, starts: Sequence[int], hidden_states: Tensor, seq_idx: Tensor | None
+    ) -> None:
+        self.hidden_states = hidden_states.detach().clone()
+        self.seq_idx = None if seq_idx is None else seq_idx.clone()
+        self._turn = 0
+        self._pieces = Pieces(blocks, starts, trained_input=hidden_states.requires_grad)
+        kind = hidden_states.device.type
+        enabled = torch.is_autocast_enabled(kind)
+        # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
+        cast = torch.autocast(kind, torch.get_autocast_dtype(kind) if enabled else None, enabled, cache_enabled=False)
+        # Recording computes the blocks several times. A resumed run, which records anew, has to draw what an unbroken
+        # one does.
+        devices = [] if kind == "cpu" else [hidden_states.device]
+        with cast, torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+            warm_up(self._pass_once)
+            self._record()
+
+    def _pass_once(self) -> None:
+        output = self._pieces.forward(self.hidden_states, self.seq_idx)
+        gradients: list[Tensor | None] = [torch.zeros_like(output)]
+        for piece in reversed(range(self._pieces.count)):
+            gradients = self._pieces.backward(piece, gradients)[1]
+
+    def _record(self) -> None:
+        capture, pieces = capture_into_one_memory(), self._pieces
+        self.output, self._play_forward = capture(lambda: pieces.forward(self.hidden_states, self.seq_idx))
+        self.gradient = torch.empty_like(self.output)
+        self._backward: list[tuple[list[Tensor | None], list[Tensor | None], Callable[[], None]]] = []
+        gradients: list[Tensor | None] = [self.gradient]
+        for piece in reversed(range(pieces.count)):
+            (found, gradients), play = capture(partial(pieces.backward, piece, gradients))
+            # Only those by the input are handed out; the others' memory is another's as soon as they were read.
+            self._backward.insert(0, (found, [] if piece else gradients, play))
+
+    # -- playing --------------------------------------------------------------------------------------------------
+
+    def __call__(self, hidden_states: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+        if self.seq_idx is not None:
+            self.seq_idx.copy_(seq_idx)
+        passed = hidden_states
+        for piece in range(self._pieces.count):
+            passed = _Piece.apply(self, piece, passed, *self._pieces.parameters(piece))
+        return passed if self._pieces.count else self.play_forward(hidden_states)
+
+    def play_forward(self, hidden_states: Tensor) -> Tensor:
+        self._turn += 1
+        self.hidden_states.copy_(hidden_states)
+        self._play_forward()
+        return self.output.detach()
+
+    @property
+    def turn(self) -> int:
+        """Number of forward passes so far."""
+        return self._turn
+
+    @property
+    def last(self) -> int:
+        return self._pieces.count - 1
+
+    def play_backward(self, piece: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients by the piece's parameters, and by the blocks' input if it is the first; the graph's own memory."""
+        found, by_input, play = self._backward[piece]
+        play()
+        return found, by_input
+
+
+def warm_up(compute: Callable[[], None]) -> None:
+    """Compute what is to be recorded, as it will be: on a stream beside."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(WARM_UP):
+            compute()
+    torch.cuda.synchronize()
+
+
+def capture_into_one_memory() -> Callable[[Callable[[], Result]], tuple[Result, Callable[[], None]]]:
+    """A function that records what is launched by another: its result, and what computes that again in its place."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(compute: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # CUDA breaks a recording off when any thread allocates memory, as a loader's does that pins batches, or asks
+        # for an event, as NCCL's does, unless it is told that only this thread counts.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = compute()
+        return result, graph.replay
+
+    return capture
+
+
+class _Piece(torch.autograd.Function):
+    """The first of them plays all forward; what goes between them is empty, and shows backward the way."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: RecordedBlocks, piece: int, given: Tensor, *parameters: Tensor) -> Tensor:
+        output = recorded.output.detach() if piece else recorded.play_forward(given)
+        ctx.recorded, ctx.piece, ctx.turn = recorded, piece, recorded.turn
+        return output if piece == recorded.last else given.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        recorded, piece = ctx.recorded, ctx.piece
+        if ctx.turn != recorded.turn:
+            raise RuntimeError("backward of blocks that computed another batch since: a CUDA graph keeps the last only")
+        if piece == recorded.last:
+            recorded.gradient.copy_(gradient)
+        found, by_input = recorded.play_backward(piece)
+        before = [gradient.new_empty(0)] if piece else by_input or [None]
+        return None, None, *(None if tensor is None else tensor.detach() for tensor in (*before, *found))
