@@ -1,0 +1,148 @@
+"""The kernels of the Triton scan of Mamba-2 that compute the gradients of one chunk; see `triton_ssd_backward`.
+
+Two of them, since the gradients of B and of C, sums over heads that are kept in registers, do not fit side by side.
+Tiles of pairs of tokens are (j, i): turned so that the sums over i, for x and B, are products of matrices whose first
+factor is in registers already.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ssm_tune.kernels.triton_ssd_common import read_tokens, write_tokens
+
+
+@triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
+def read_gradients_kernel(
+    dy, C, decay, reach, states, dstates, dC, by_decay, carried, length, heads, chunks, heads_of_group, heads_each,
+    parts, head_dims, state_dims, dy_row, dy_token, dy_head, C_row, C_token, C_group,
+    dC_part, dC_row, dC_token, dC_group,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What reading the state before a chunk gives, for `heads_each` heads of a group.
+
+    dC: its gradient as far as it comes from that state. by_decay: (batch, heads, chunks, CHUNK), the like for the sums
+    of step * A. carried: (batch, heads, chunks), the gradient of the sum to the end of the chunk by what of the state
+    goes through. Grid: (parts * groups, chunks, batch).
+    """
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, group = (tl.program_id(0) % parts).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
+    place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
+    start, remaining = chunk.to(tl.int64) * CHUNK, length - chunk * CHUNK
+    C += row * C_row + group * C_group + start * C_token
+    c = read_tokens(C, place, n, remaining, state_dims, C_token, EVEN)
+    if HAS_DOCUMENTS:
+        reach += (row * chunks + chunk) * CHUNK
+        from_before = tl.load(reach + place) < 0
+        all_through = tl.load(reach + CHUNK - 1) < 0
+    total_C = tl.zeros([CHUNK, STATE], tl.float32)
+    dy += row * dy_row + start * dy_token
+    first = group * heads_of_group + part * heads_each
+    end = tl.minimum(first + heads_each, (group + 1) * heads_of_group)
+    for head in range(first, end):
+        of_chunk = (row * heads + head) * chunks + chunk
+        tokens = of_chunk * CHUNK + place
+        fading, kept = tl.exp(tl.load(decay + tokens)), tl.exp(tl.load(decay + of_chunk * CHUNK + CHUNK - 1))
+        if HAS_DOCUMENTS:
+            fading = tl.where(from_before, fading, 0.0)
+            kept = tl.where(all_through, kept, 0.0)
+        tile = of_chunk * state_dims * head_dims
+        read, through = tl.zeros([CHUNK], tl.float32), 0.0
+        for block in tl.static_range(BLOCKS):
+            p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
+            slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
+            state = read_tokens(states + tile, n, p, state_dims, head_dims, head_dims, EVEN)
+            dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
+            faded = (slope.to(tl.float32) * fading[:, None]).to(slope.dtype)
+            total_C = tl.dot(faded, tl.trans(state), acc=total_C, input_precision=PRECISION)
+            out = tl.dot(c, state, input_precision=PRECISION)
+            read += tl.sum(out * slope.to(tl.float32), axis=1)
+            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+        tl.store(by_decay + tokens, read * fading)
+        tl.store(carried + of_chunk, through * kept)
+    dC += part * dC_part + row * dC_row + group * dC_group + start * dC_token
+    write_tokens(dC, total_C, place, n, remaining, state_dims, dC_token, EVEN)
+
+
+@triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
+def chunk_gradients_kernel(
+    dy, x, B, C, D, step, decay, reach, dstates, dx, dB, dC, by_step, by_decay, sent, by_skip,
+    length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
+    dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
+    D_head, D_channel, dx_row, dx_token, dx_head,
+    dB_part, dB_row, dB_token, dB_group, dC_part, dC_row, dC_token, dC_group,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    HAS_D: tl.constexpr, WIDE_D: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What tokens give each other, and the state after the chunk, for `heads_each` heads of a group.
+
+    by_step, by_decay, sent: (batch, heads, chunks, CHUNK): gradients of the steps, of the sums of step * A as far as
+    tokens see each other (taken off where they are seen: by_step has that), and of what goes, times the step, to the
+    end of the chunk. by_skip: what tokens, or, if D is wide, channels (batch, heads, chunks, head_dim), give the
+    gradient of D. Grid: (parts * groups, chunks, batch).
+    """
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, group = (tl.program_id(0) % parts).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
+    place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
+    start, remaining = chunk.to(tl.int64) * CHUNK, length - chunk * CHUNK
+    B += row * B_row + group * B_group + start * B_token
+    C += row * C_row + group * C_group + start * C_token
+    b = read_tokens(B, place, n, remaining, state_dims, B_token, EVEN)
+    c = read_tokens(C, place, n, remaining, state_dims, C_token, EVEN)
+    seen = place[:, None] <= place[None, :]
+    if HAS_DOCUMENTS:
+        reach += (row * chunks + chunk) * CHUNK
+        seen = seen & (place[:, None] >= tl.load(reach + place)[None, :])
+        to_the_end = place >= tl.load(reach + CHUNK - 1)
+    pairs, total_B = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, STATE], tl.float32)
+    dy += row * dy_row + start * dy_token
+    x += row * x_row + start * x_token
+    dx += row * dx_row + start * dx_token
+    first = group * heads_of_group + part * heads_each
+    end = tl.minimum(first + heads_each, (group + 1) * heads_of_group)
+    for head in range(first, end):
+        of_chunk = (row * heads + head) * chunks + chunk
+        tokens = of_chunk * CHUNK + place
+        steps, decays = tl.load(step + tokens), tl.load(decay + tokens)
+        reaching = tl.exp(tl.load(decay + of_chunk * CHUNK + CHUNK - 1) - decays)
+        if HAS_DOCUMENTS:
+            reaching = tl.where(to_the_end, reaching, 0.0)
+        weights = tl.where(seen, tl.exp(decays[None, :] - decays[:, None]), 0.0)
+        mixing = tl.dot(b, tl.trans(c), input_precision=PRECISION) * weights
+        agreement, brought = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
+            some = p < head_dims
+            slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
+            values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
+            tile = of_chunk * state_dims * head_dims
+            dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
+            agreement = tl.dot(values, tl.trans(slope), acc=agreement, input_precision=PRECISION)
+            arriving = tl.dot(b, dstate, input_precision=PRECISION) * reaching[:, None]
+            brought += tl.sum(arriving * values.to(tl.float32), axis=1)
+            dvalues = tl.dot(mixing.to(slope.dtype), slope, acc=arriving, input_precision=PRECISION) * steps[:, None]
+            if HAS_D:
+                skip = tl.load(D + head * D_head + p * D_channel, mask=some, other=0.0)
+                dvalues += skip[None, :] * slope.to(tl.float32)
+            write_tokens(dx + head * dx_head, dvalues, place, p, remaining, head_dims, dx_token, EVEN)
+            entering = (values.to(tl.float32) * (reaching * steps)[:, None]).to(values.dtype)
+            total_B = tl.dot(entering, tl.trans(dstate), acc=total_B, input_precision=PRECISION)
+            if WIDE_D:
+                skipped = tl.sum(slope.to(tl.float32) * values.to(tl.float32), axis=0)
+                tl.store(by_skip + of_chunk * head_dims + p, skipped, mask=some)
+        pairs += agreement * weights * steps[:, None]
+        product = agreement * mixing
+        tl.store(by_decay + tokens, tl.sum(product * steps[:, None], axis=0))
+        tl.store(sent + tokens, brought)
+        tl.store(by_step + tokens, brought + tl.sum(product, axis=1))
+        if HAS_D and not WIDE_D:
+            same = tl.where(place[:, None] == place[None, :], agreement, 0.0)
+            tl.store(by_skip + tokens, tl.sum(same, axis=1))
+    total_B = tl.dot(pairs.to(b.dtype), c, acc=total_B, input_precision=PRECISION)
+    dB += part * dB_part + row * dB_row + group * dB_group + start * dB_token
+    write_tokens(dB, total_B, place, n, remaining, state_dims, dB_token, EVEN)
+    total_C = tl.dot(tl.trans(pairs.to(b.dtype)), b, input_precision=PRECISION)
+    dC += part * dC_part + row * dC_row + group * dC_group + start * dC_token
+    write_tokens(dC, total_C, place, n, remaining, state_dims, dC_token, EVEN)
