@@ -62,10 +62,11 @@ class DecoderBlock(ResidualBlock, GradientCheckpointingLayer):
         else:
             self.mixer = MLP(config)
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
-        """hidden_states, and the result: (batch, length, hidden). `arguments`: see `mix`."""
-        stream, added = self.mix(hidden_states, None, **arguments)
-        return stream + added
+    def forward(
+        self, hidden_states: Tensor, *, added: Tensor | None = None, joined: bool = False, **arguments: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden_states, and the result: (batch, length, hidden); see `ResidualBlock.call`. `arguments`: see `mix`."""
+        return self.call(hidden_states, added, joined, **arguments)
 
     def mix(
         self,

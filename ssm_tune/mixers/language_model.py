@@ -35,11 +35,13 @@ class Block(ResidualBlock, Patched):
         cache: Any = None,
         attention_mask: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        added: Tensor | None = None,
+        joined: bool = False,
         **kwargs: Any,
-    ) -> Tensor:
-        """hidden_states, and the result: (batch, length, hidden), the residual stream."""
-        stream, added = self.mix(hidden_states, None, cache=cache, attention_mask=attention_mask, seq_idx=seq_idx)
-        return stream + added
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden_states, and the result: (batch, length, hidden), the residual stream; see `ResidualBlock.call`."""
+        given = {"cache": cache, "attention_mask": attention_mask, "seq_idx": seq_idx}
+        return self.call(hidden_states, added, joined, **given)
 
     def mix(self, stream: Tensor, added: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """See `ResidualBlock.mix`; `arguments` are the mixer's.

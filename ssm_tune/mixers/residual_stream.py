@@ -2,7 +2,8 @@
 
 A block called as a module adds what it computed to the stream itself. Here it hands both on, and the next block adds
 them while it normalises: the stream is read and written once a block instead of three times, and backward gets it back
-from its end (`ssm_tune.kernels.recompute_sums`).
+from its end (`ssm_tune.kernels.recompute_sums`). A sharded block, whose weights are gathered round its call, is called
+and hands both on all the same.
 """
 
 from __future__ import annotations
@@ -13,15 +14,28 @@ from typing import Any
 from torch import Tensor, nn
 
 from ssm_tune.kernels.recompute_sums import running_sum
-from ssm_tune.mixers.watched import is_watched
+from ssm_tune.mixers.watched import is_only_sharded, is_watched
 
 
 class ResidualBlock:
-    """A block that adds to the residual stream what it makes of the stream's norm."""
+    """A block that adds to the residual stream what it makes of the stream's norm.
+
+    Its forward is `call`.
+    """
 
     def mix(self, stream: Tensor, added: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """The stream after `added` (None: nothing), and what this block adds, both (batch, length, hidden)."""
         raise NotImplementedError
+
+    def call(
+        self, stream: Tensor, added: Tensor | None, joined: bool, **arguments: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The stream after this block, or, if joined, what `mix` gives."""
+        new, more = self.mix(stream, added, **arguments)
+        if not joined:
+            return new + more
+        # FSDP2 gives a module views of what goes in, and warns of views that come out.
+        return (new.clone() if added is None else new), more
 
 
 Border = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -45,7 +59,11 @@ def pass_through(blocks: Iterable[nn.Module], stream: Tensor, *, before: Border 
     added = None
     with running_sum() as sums:
         for number, block in enumerate(blocks):
-            stream, added = block.mix(*before(number, stream, added), **arguments)
+            stream, added = before(number, stream, added)
+            if is_watched(block):  # by FSDP2
+                stream, added = block(stream, added=added, joined=True, **arguments)
+            else:
+                stream, added = block.mix(stream, added, **arguments)
         if added is None:
             return stream
         total = stream + added
@@ -54,12 +72,12 @@ def pass_through(blocks: Iterable[nn.Module], stream: Tensor, *, before: Border 
 
 
 def _can_be_joined(block: nn.Module) -> bool:
-    """Whether nobody has to see the block called: hooks (sharding's among them), checkpointing, a forward of its own
-    (accelerate's), a compiled one, a wrapper."""
+    """Whether nobody but FSDP2 has to see the block called: hooks, checkpointing, a forward of its own (accelerate's),
+    a compiled one, a wrapper."""
     own = vars(block)
     return (
         isinstance(block, ResidualBlock)
-        and not is_watched(block)
+        and (not is_watched(block) or is_only_sharded(block))
         and own.get("_compiled_call_impl") is None
         and not (own.get("gradient_checkpointing", False) and block.training)
     )

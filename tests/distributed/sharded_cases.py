@@ -23,7 +23,7 @@ import torch.distributed as dist
 from finished import stir
 from tiny import KINDS, tiny_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ssm_tune.adapter import apply_adapter
@@ -57,6 +57,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid, experts": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 NAMES = (*KINDS, *SWITCHES, *OWN)
+ONE_BY_ONE, PAIRS = Sharding(unit_bytes=1), Sharding(unit_bytes=80_000)  # blocks of `five_blocks` in a unit
 
 
 def make_model(name: str, **changes: Any) -> Any:
@@ -65,6 +66,10 @@ def make_model(name: str, **changes: Any) -> Any:
             return init_model(ModelSection(**OWN[name]), 300, seed=0, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = patch_model(tiny_model(name.partition(",")[0], **{**SWITCHES.get(name, {}), **changes}))
     return model.train().requires_grad_(True)
+
+
+def five_blocks() -> Any:
+    return make_model("mamba", num_hidden_layers=5)
 
 
 def adapted(model: Any, **keys: Any) -> Any:
@@ -124,17 +129,16 @@ def compare(model: Any, sharding: Sharding | None = None, *, bf16: bool = False,
 # -- cases ----------------------------------------------------------------------------------------------------------
 
 
-def wrapping(name: str) -> Any:
-    """Units of FSDP2 by class, and which parameters stayed whole."""
-    model = make_model(name)
-    shard_model(model, Sharding(), CPU, bf16=False)
-    units: dict[str, int] = {}
+def wrapping(model: Any, sharding: Sharding) -> Any:
+    """Units of FSDP2, each by the classes of its modules, and which parameters stayed whole."""
+    shard_model(model, sharding, CPU, bf16=False)
+    units: dict[int, list[str]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            name = type(module).__name__.removeprefix("FSDP")
-            units[name] = units.get(name, 0) + 1
+            state = fully_shard.state(module)
+            units.setdefault(id(state), []).append(type(module).__name__.removeprefix("FSDP"))
     kept = {n.rpartition(".")[2] for n, p in model.named_parameters() if not isinstance(p, DTensor)}
-    return {"units": units, "kept": sorted(kept)}
+    return {"units": sorted(units.values()), "kept": sorted(kept)}
 
 
 def rounding(model: Any) -> Any:
@@ -347,15 +351,21 @@ CASES: dict[str, Callable[[], Any]] = {
         f"checkpointing {name}": (lambda name=name: compare(make_model(name), checkpointing=True))
         for name in ("mamba", "zamba2", "bamba")
     },
+    "units": lambda: compare(five_blocks(), PAIRS),
+    "units, one by one": lambda: compare(make_model("zamba2"), ONE_BY_ONE),
+    "units, lora": lambda: compare(adapted(five_blocks()), PAIRS),
+    "units, checkpointing": lambda: compare(five_blocks(), PAIRS, checkpointing=True),
     "offload": lambda: compare(make_model("mamba"), Sharding(offload=True)),
     "kept whole": lambda: compare(make_model("falcon_mamba"), Sharding(reshard=False)),
     "replicas": lambda: compare(make_model("mamba2"), Sharding(replicas=2)),
     "train_also": lambda: compare(adapted(make_model("mamba"), train_also=["A_log", "D", "dt_bias", "conv1d"])),
     **{f"bf16 {name}": (lambda name=name: rounding(make_model(name))) for name in ("mamba", "mamba2", "bamba")},
     "bf16 lora": lambda: compare(adapted(make_model("mamba2").bfloat16()), bf16=True),
-    "wrapping mamba": lambda: wrapping("mamba"),
-    "wrapping zamba": lambda: wrapping("zamba"),
-    "wrapping jamba": lambda: wrapping("jamba"),
+    "wrapping zamba": lambda: wrapping(make_model("zamba"), Sharding()),
+    "wrapping jamba": lambda: wrapping(make_model("jamba"), ONE_BY_ONE),
+    "wrapping one": lambda: wrapping(five_blocks(), Sharding()),
+    "wrapping pairs": lambda: wrapping(five_blocks(), PAIRS),
+    "wrapping one by one": lambda: wrapping(five_blocks(), ONE_BY_ONE),
     "precision": precision,
     "clipping": clipping,
     "moving full": lambda: moving(lora=False),

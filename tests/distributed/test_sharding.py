@@ -19,6 +19,7 @@ KINDS_AND_SWITCHES = (*KINDS, "zamba2, two shared blocks", "granitemoehybrid, ex
 
 # What the default run tries; the rest is slow only because there is so much of it.
 QUICK = ("full mamba", "full zamba2", "bf16 mamba2", "precision", "clipping", "moving lora", "dead", "tied")
+QUICK += ("units", "wrapping one", "wrapping pairs", "wrapping one by one")
 
 
 def run_cases(folder: Path, cases: tuple[str, ...] = ()) -> dict[str, list[Any]]:
@@ -59,6 +60,7 @@ def cases(*names: str) -> list[Any]:
         *(f"full {name}" for name in KINDS_AND_SWITCHES),
         *(f"lora {name}" for name in ("mamba", "zamba2", "jamba")),
         *(f"checkpointing {name}" for name in ("mamba", "zamba2", "bamba")),
+        *("units", "units, one by one", "units, lora", "units, checkpointing"),
         *("offload", "kept whole", "replicas", "train_also"),
     ),
 )
@@ -82,14 +84,24 @@ def test_adapters_on_a_bfloat16_base(found: dict[str, list[Any]]) -> None:
         assert rank["gradients"] < 2e-2
 
 
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [("wrapping one", [5]), ("wrapping pairs", [2, 3]), ("wrapping one by one", [1, 1, 1, 1, 1])],
+)
+def test_blocks_are_put_together_by_size(found: dict[str, list[Any]], case: str, sizes: list[int]) -> None:
+    units = [["MambaBlock"] * size for size in sizes]
+    kept = ["A_log", "D", "bias"]  # the bias of dt_proj
+    assert found[case][0] == {"units": [*units, ["MambaForCausalLM"]], "kept": kept}
+
+
 @pytest.mark.slow
 def test_what_is_wrapped_and_what_stays_whole(found: dict[str, list[Any]]) -> None:
-    recurrence = ["A_log", "D", "bias"]  # the bias of dt_proj
-    assert found["wrapping mamba"][0] == {"units": {"MambaForCausalLM": 1, "MambaBlock": 2}, "kept": recurrence}
-    shared = {"ZambaMambaDecoderLayer": 4, "ZambaHybridLayer": 2, "ZambaAttentionDecoderLayer": 2}
-    assert found["wrapping zamba"][0]["units"] == {"ZambaForCausalLM": 1, **shared}
-    untied = {"JambaForCausalLM": 1, "Embedding": 1, "JambaMambaDecoderLayer": 3, "JambaAttentionDecoderLayer": 1}
-    assert found["wrapping jamba"][0] == {"units": untied, "kept": recurrence}
+    # Blocks that are inside others go with them; a shared one is a unit of its own.
+    blocks = ["ZambaMambaDecoderLayer", "ZambaHybridLayer"] * 2
+    units = sorted([blocks, ["ZambaForCausalLM"], ["ZambaAttentionDecoderLayer"] * 2])
+    assert found["wrapping zamba"][0]["units"] == units
+    layers = [["JambaMambaDecoderLayer"]] * 3 + [["JambaAttentionDecoderLayer"]]
+    assert found["wrapping jamba"][0]["units"] == sorted([["JambaForCausalLM"], ["Embedding"], *layers])
 
 
 def test_precision_of_a_step_in_bfloat16(found: dict[str, list[Any]]) -> None:

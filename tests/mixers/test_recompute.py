@@ -150,9 +150,10 @@ def test_gradient_checkpointing_is_left_alone(kind: str, keep_everything: Callab
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "one unit"])
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_sharded_blocks_are_whole_when_they_compute_again(
-    kind: str, autocast: bool, keep_everything: Callable[[], None]
+    kind: str, together: bool, autocast: bool, keep_everything: Callable[[], None]
 ) -> None:
     """One process: what counts is that parameters are gathered for a block's backward, and gone after its forward."""
     layout, found = LAYOUTS["packed"](make_documents()), []
@@ -161,8 +162,9 @@ def test_sharded_blocks_are_whole_when_they_compute_again(
         mesh = init_device_mesh("cpu", (1,))
         for _ in range(2):
             model = make_model(kind)
-            for block in model.backbone.layers:
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            blocks = list(model.backbone.layers)
+            for unit in [blocks] if together else [[block] for block in blocks]:
+                fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             fully_shard(model, mesh=mesh)
             context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
             got = gradients(model, layout, context=context)
