@@ -1,0 +1,111 @@
+"""Mamba-2's scan in Triton: forward and backward, documents and initial and final states, on the tensor cores.
+
+Nothing but the inputs is kept for backward, which works out the states again. bfloat16 and float16 are multiplied as
+they are and summed in float32, the states between chunks too; float32 is multiplied in three parts (TF32x3), as exact
+as float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.documents import find_documents
+from ssm_tune.kernels.reference import time_step
+from ssm_tune.kernels.triton_ssd_backward import scan_backward
+from ssm_tune.kernels.triton_ssd_common import NO_LIMIT, prepare_steps
+from ssm_tune.kernels.triton_ssd_forward import scan_forward
+
+_MOST_ROWS = 65535  # what a launch takes in its third dimension
+_MOST_STATES, _MOST_CHANNELS = 256, 256  # of a head
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    chunk_size: int = 256,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    seq_idx: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.ssd_scan`; x, B and C are used in the dtype of x, the rest in float32.
+
+    `chunk_size` is not used: chunks have the size that the kernels are made for.
+
+    Raises:
+        Unsupported: float64, heads of more than 256 states or channels, no tokens, or more rows than a launch takes.
+    """
+    if x.dtype == torch.float64:
+        raise Unsupported("float64 is computed in PyTorch only")
+    if B.shape[-1] > _MOST_STATES or x.shape[-1] > _MOST_CHANNELS:
+        sizes = f"{B.shape[-1]} states and {x.shape[-1]} channels"
+        raise Unsupported(f"heads of {sizes}, at most {_MOST_STATES} and {_MOST_CHANNELS}")
+    if not x.numel() or x.shape[0] > _MOST_ROWS:
+        raise Unsupported(f"{x.shape[0]} rows of {x.shape[1]} tokens, at least one of one, at most {_MOST_ROWS} rows")
+    vectors = (A, D, dt_bias, initial_state)
+    A, D, dt_bias, initial_state = (None if t is None else t.float().contiguous() for t in vectors)
+    B, C = B.to(x.dtype), C.to(x.dtype)
+    documents = None if seq_idx is None else find_documents(seq_idx)
+    if documents is not None and documents.is_padding is not None:
+        # No step: the state passes, and nothing enters. The kernels' own limits would make a step of it.
+        padding = documents.is_padding[..., None]
+        dt = time_step(dt.masked_fill(padding, 0.0), dt_bias, dt_softplus, dt_limit).masked_fill(padding, 0.0)
+        dt_bias, dt_softplus, dt_limit = None, False, NO_LIMIT
+        x, B, C = (t.masked_fill(padding[..., None], 0.0) for t in (x, B, C))
+    x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, B, C))
+    number = None if documents is None else documents.number
+    settings = dt_softplus, tuple(dt_limit), return_final_state
+    y, final = _Scan.apply(x, dt, A, B, C, D, dt_bias, initial_state, number, *settings)
+    return (y, final) if return_final_state else y
+
+
+class _Scan(torch.autograd.Function):
+    """Gives y and, if asked for, the final state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        number: Tensor | None,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+        return_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(x, dt, A, B, C, D, dt_bias, initial_state, number)
+        ctx.settings = dt_softplus, dt_limit
+        ctx.set_materialize_grads(False)
+        steps = prepare_steps(dt, A, dt_bias, dt_softplus, dt_limit)
+        return scan_forward(x, B, C, D, steps, number, initial_state, return_final_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None and dfinal is None:
+            return (None,) * 12
+        x, dt, A, B, C, D, dt_bias, initial_state, number = ctx.saved_tensors
+        if dy is None:
+            dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        dx, ddt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dt, B, C))
+        given = (x, dt, A, B, C, D, dt_bias, number, initial_state, *ctx.settings)
+        dA, dD, dbias, dinitial = scan_backward(dy, *given, dx=dx, dB=dB, dC=dC, ddt=ddt, dfinal=dfinal)
+        dbias = None if dt_bias is None else dbias
+        return dx, ddt, dA, dB, dC, dD, dbias, dinitial, None, None, None, None

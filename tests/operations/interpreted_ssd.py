@@ -1,0 +1,97 @@
+"""Mamba-2's scan in Triton, in Triton's interpreter, against the float64 reference: see `interpreted_triton.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comparison import DOCUMENTS, ROUNDED, assert_equals_reference, seq_idx_of, ssd_tensors
+from torch import Tensor
+
+from ssm_tune.kernels import triton_ssd
+
+WIDE = ("A", "D", "dt_bias", "initial_state")
+PADDED = "padding on both sides and between"
+LIMITS = ((0.0, 0.2), (0.05, math.inf), (0.05, 0.3))
+
+
+def scan(tensors: dict[str, Tensor | None], **settings: Any) -> None:
+    settings = {"tolerance": 2e-5} | settings
+    assert_equals_reference("ssd_scan", triton_ssd.ssd_scan, tensors, **settings)
+
+
+def small(**sizes: Any) -> dict[str, Tensor | None]:
+    return ssd_tensors(**{"heads": 2, "groups": 1, "head_dim": 4, "state": 8} | sizes)
+
+
+def lose_contiguity(tensor: Tensor) -> Tensor:
+    """The same numbers, every second channel of a wider tensor."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def of_a_projection(tensor: Tensor) -> Tensor:
+    """The same numbers, the first half of a wider projection: channels side by side, tokens apart."""
+    return torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]]
+
+
+def steps_as_given() -> dict[str, Tensor | None]:
+    tensors = small(without=("D",))
+    return tensors | {name: tensors[name].abs() * 0.1 for name in ("dt", "dt_bias")}
+
+
+def padding_may_hold_anything() -> None:
+    tensors = {name: t.float() for name, t in small(batch=1).items()}
+    seq_idx = torch.tensor([[-1] * 3 + [0] * 27 + [-1] * 7 + [0] * 30], dtype=torch.int32)
+    clean = triton_ssd.ssd_scan(**tensors, seq_idx=seq_idx)
+    for name in ("x", "dt", "B", "C"):
+        tensors[name][seq_idx == -1] = torch.nan
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    y = triton_ssd.ssd_scan(**leaves, seq_idx=seq_idx)
+    assert torch.equal(y, clean), "outputs"
+    for name, gradient in zip(leaves, torch.autograd.grad(y.sum(), list(leaves.values())), strict=True):
+        assert gradient.isfinite().all(), name
+
+
+def other_documents_change_nothing() -> None:
+    """The same kernel for other documents of the same shape: nothing of the first is kept."""
+    for name in ("start in the middle", "numbers that return"):
+        scan(small(), seq_idx=seq_idx_of(name))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"documents: {name}": lambda n=name: scan(small(), seq_idx=seq_idx_of(n)) for name in DOCUMENTS},
+    **{f"length {n}": lambda n=n: scan(small(length=n)) for n in (1, 2, 64, 130)},
+    **{f"limits {i}": lambda i=i: scan(small(), dt_limit=LIMITS[i], seq_idx=seq_idx_of(PADDED)) for i in range(3)},
+    "nothing optional": lambda: scan(small(without=("D", "dt_bias", "initial_state"))),
+    "without softplus": lambda: scan(steps_as_given(), dt_softplus=False, seq_idx=seq_idx_of("start in the middle")),
+    "a skip for each channel": lambda: scan(small() | {"D": torch.randn(2, 4).double()}),
+    "groups": lambda: scan(small(heads=6, groups=3)),
+    "many channels and states": lambda: scan(small(batch=1, length=9, head_dim=70, state=130)),
+    "whole tiles": lambda: scan(small(batch=1, length=64, head_dim=16, state=16)),
+    "not contiguous": lambda: scan(small(length=9), view=lose_contiguity),
+    "part of a projection": lambda: scan(small(length=9), view=of_a_projection),
+    # Not bfloat16: the interpreter multiplies matrices of its bits.
+    "float16": lambda: scan(small(), dtype=torch.float16, tolerance=ROUNDED, wide=WIDE),
+    "padding may hold anything": padding_may_hold_anything,
+    "other documents": other_documents_change_nothing,
+}
+
+
+def main() -> None:
+    found = {}
+    for name, case in CASES.items():
+        torch.manual_seed(0)
+        try:
+            case()
+            found[name] = ""
+        except Exception as error:  # noqa: BLE001  reported by the test of that name
+            found[name] = f"{type(error).__name__}: {error}"
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Mamba-2's scan in Triton: interpreted on a CPU, and on a GPU, against the float64 reference."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison import DOCUMENTS, assert_equals_reference, seq_idx_of, ssd_tensors
+
+pytest.importorskip("triton")
+
+import interpreted_ssd
+
+from ssm_tune.kernels.backends import Unsupported
+
+HERE = Path(__file__).parent
+WIDE = interpreted_ssd.WIDE
+EXACT, BFLOAT16 = 2e-5, 2e-2
+# Sums of dt A within a chunk, in float32, see test_gpu_kernels.py.
+DECAYS = {"gradient of A": 1e-4}
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+Scan = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What became of each case in a process of its own."""
+    paths = [str(HERE), str(HERE.parents[1])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "interpreted_ssd.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", interpreted_ssd.CASES)
+def test_interpreted(interpreted: dict[str, str], case: str) -> None:
+    assert interpreted[case] == ""
+
+
+@pytest.fixture
+def scan() -> Scan:
+    from ssm_tune.kernels.triton_ssd import ssd_scan
+
+    return ssd_scan
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "message"),
+    [
+        ({}, torch.float64, "float64 is computed in PyTorch only"),
+        ({"state": 257}, torch.float32, "heads of 257 states and 6 channels, at most 256 and 256"),
+        ({"length": 0}, torch.float32, "2 rows of 0 tokens"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(sizes: dict[str, int], dtype: torch.dtype, message: str, scan: Scan) -> None:
+    tensors = {name: t.to(dtype) for name, t in ssd_tensors(**sizes).items()}
+    with pytest.raises(Unsupported, match=message):
+        scan(**tensors)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_documents_on_a_gpu(documents: str, dtype: torch.dtype, scan: Scan) -> None:
+    tensors = ssd_tensors(heads=4, head_dim=64, groups=2, state=128)
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    settings = {"seq_idx": seq_idx_of(documents), "wide": WIDE, "device": "cuda", "looser": DECAYS}
+    assert_equals_reference("ssd_scan", scan, tensors, dtype, tolerance, **settings)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups", "state"),
+    [
+        (2, 16, 1, 16),
+        (6, 64, 3, 64),
+        (2, 128, 1, 128),
+        (2, 96, 2, 48),
+        (2, 64, 1, 256),
+        (3, 80, 1, 100),
+        (160, 64, 1, 128),
+    ],
+)
+def test_sizes_on_a_gpu(heads: int, head_dim: int, groups: int, state: int, dtype: torch.dtype, scan: Scan) -> None:
+    tensors = ssd_tensors(1 if heads > 100 else 2, 150, heads, head_dim, groups, state)
+    tolerance = EXACT if dtype == torch.float32 else BFLOAT16
+    assert_equals_reference("ssd_scan", scan, tensors, dtype, tolerance, wide=WIDE, device="cuda", looser=DECAYS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dt_limit", [(0.0, math.inf), (0.01, 0.2)])
+@pytest.mark.parametrize(("length", "without"), [(1, ()), (300, ("D", "dt_bias", "initial_state")), (1024, ())])
+def test_lengths_on_a_gpu(length: int, without: tuple[str, ...], dt_limit: tuple[float, float], scan: Scan) -> None:
+    tensors = ssd_tensors(length=length, heads=4, head_dim=64, state=128, without=without)
+    seq_idx = torch.arange(length).div(100, rounding_mode="floor").int().expand(2, -1).contiguous()
+    settings = {"seq_idx": seq_idx, "dt_limit": dt_limit, "wide": WIDE, "device": "cuda", "looser": DECAYS}
+    assert_equals_reference("ssd_scan", scan, tensors, torch.float32, EXACT, **settings)
