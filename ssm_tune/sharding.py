@@ -300,8 +300,9 @@ def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     flat = torch.cat([parameter.grad.float().flatten() for parameter in parameters])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    averages = [part.view_as(parameter) for parameter, part in zip(parameters, parts, strict=True)]
+    torch._foreach_copy_([parameter.grad for parameter in parameters], averages)
 
 
 @torch.no_grad()
@@ -311,18 +312,20 @@ def clip_gradients(model: nn.Module, max_norm: float, device: torch.device) -> t
     torch's own function takes sharded or plain tensors, on one device; here both occur, and with offloading both
     devices.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    sharded = [parameter.grad for parameter in trained if isinstance(parameter.grad, DTensor)]
-    plain = [parameter.grad for parameter in trained if not isinstance(parameter.grad, DTensor)]
-    total = _squares([gradient.to_local() for gradient in sharded], device)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    shards = [gradient.to_local() for gradient in sharded]
+    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    total = _squares(shards, device)
     if sharded:
         mesh = sharded[0].device_mesh
         dist.all_reduce(total, group=mesh.get_group("shard"))  # replicas hold the same
     norm = (total + _squares(plain, device)).sqrt()
     if max_norm != float("inf"):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in [*map(local, sharded), *plain]:
-            gradient.mul_(scale.to(gradient.device))
+        for tensors in (shards, plain):  # each on one device
+            if tensors:
+                torch._foreach_mul_(tensors, scale.to(tensors[0].device))
     return norm
 
 

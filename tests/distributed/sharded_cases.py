@@ -23,6 +23,7 @@ import torch.distributed as dist
 from finished import stir
 from tiny import KINDS, tiny_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +34,7 @@ from ssm_tune.model import init_model
 from ssm_tune.peers import join
 from ssm_tune.recipe import AdapterSection, ModelSection, RecipeError
 from ssm_tune.sharded_checkpoints import load_model, load_optimizer, load_whole_optimizer, save_model, save_optimizer
+from ssm_tune.sharded_optimizer import step_on_shards
 from ssm_tune.sharding import (
     Sharding,
     average_replicated,
@@ -221,7 +223,39 @@ def adam(model: nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.0, fused=True)
     if sharded:
         split_groups(optimizer)
+        step_on_shards(optimizer)
     return optimizer
+
+
+def stepping(kind: type[torch.optim.Optimizer], **keys: Any) -> Any:
+    """Three steps of an optimizer on DTensors and on their shards: where weights or state differ, or what kind they
+    are. One parameter gets its first gradient in the second step."""
+    kept = []
+    for on_shards in (False, True):
+        model = make_model("mamba")
+        shard_model(model, Sharding(), CPU, bf16=False)
+        optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2, **keys)
+        split_groups(optimizer)
+        if on_shards:
+            step_on_shards(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, make_rows().chunk(2)[dist.get_rank()])
+            average_replicated(replicated(model))
+            if step == 0:
+                model.get_input_embeddings().weight.grad = None
+            optimizer.step()
+        kept.append((dict(model.named_parameters()), get_optimizer_state_dict(model, optimizer)["state"]))
+    (weights, state), (other_weights, other_state) = kept
+    flat = [
+        {f"{name} {key}": value for name, of in tree.items() for key, value in of.items()}
+        for tree in (state, other_state)
+    ]
+    pairs = [(name, value, other_weights[name]) for name, value in weights.items()]
+    pairs += [(name, value, flat[1][name]) for name, value in flat[0].items()]
+    differing = [name for name, a, b in pairs if type(a) is not type(b) or not torch.equal(whole(a), whole(b))]
+    sharded = sum(isinstance(value, DTensor) for value in flat[1].values())
+    return {"differing": differing, "same names": flat[0].keys() == flat[1].keys(), "sharded": sharded}
 
 
 def order(model: nn.Module) -> list[str]:
@@ -368,6 +402,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "wrapping one by one": lambda: wrapping(five_blocks(), ONE_BY_ONE),
     "precision": precision,
     "clipping": clipping,
+    "stepping fused": lambda: stepping(torch.optim.AdamW, fused=True),
+    "stepping adamw": lambda: stepping(torch.optim.AdamW),
+    "stepping rmsprop": lambda: stepping(torch.optim.RMSprop, momentum=0.9),
+    "stepping adagrad": lambda: stepping(torch.optim.Adagrad),
+    "stepping sgd": lambda: stepping(torch.optim.SGD, momentum=0.9),
     "moving full": lambda: moving(lora=False),
     "moving lora": lambda: moving(lora=True),
     "qlora floats": lambda: quantised(torch.float32),

@@ -19,7 +19,7 @@ KINDS_AND_SWITCHES = (*KINDS, "zamba2, two shared blocks", "granitemoehybrid, ex
 
 # What the default run tries; the rest is slow only because there is so much of it.
 QUICK = ("full mamba", "full zamba2", "bf16 mamba2", "precision", "clipping", "moving lora", "dead", "tied")
-QUICK += ("units", "wrapping one", "wrapping pairs", "wrapping one by one")
+QUICK += ("stepping fused", "units", "wrapping one", "wrapping pairs", "wrapping one by one")
 
 
 def run_cases(folder: Path, cases: tuple[str, ...] = ()) -> dict[str, list[Any]]:
@@ -119,6 +119,16 @@ def test_clipping_knows_sharded_and_whole_parameters(found: dict[str, list[Any]]
         assert rank["clipped"]
         assert rank["norm"] < 1e-6
         assert rank["gradients"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case", cases(*(f"stepping {kind}" for kind in ("fused", "adamw", "rmsprop", "adagrad", "sgd")))
+)
+def test_an_optimizer_steps_on_shards_as_on_what_they_are_of(found: dict[str, list[Any]], case: str) -> None:
+    for rank in found[case]:
+        assert rank["differing"] == []
+        assert rank["same names"]
+        assert rank["sharded"] > 10
 
 
 @pytest.mark.parametrize("case", cases("moving full", "moving lora"))
