@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 # The first pattern found in a kernel's name decides. Names are CUDA's, with template arguments, or Triton functions'.
 GROUPS: tuple[tuple[str, str], ...] = (
     ("copies and casts", r"^Mem(cpy|set)"),
+    ("between GPUs", r"^nccl"),
     ("selective scan", r"selective_scan|^scan_(for|back)ward$|^((reverse_)?ends|carry|prepare|(for|back)ward)_kernel$"),
     ("SSD", r"^_(chunk|state_passing|bmm_chunk)_"),
     ("convolution", r"conv1d|conv_depthwise|^conv_(slope_)?kernel$|convolve|fprop|dgrad|wgrad"),
@@ -47,6 +48,7 @@ class StepProfile:
         self.on_gpu = on_gpu
         self.running = False
         self.found: dict[str, Any] = {}
+        self.on_host = ""  # a table of what the host spent its time with
         self._ended = 0
         # What torch sets for its own CUDA graphs: CUPTI, taken down and started again, crashes with recorded graphs.
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -87,6 +89,8 @@ class StepProfile:
         ]
         calls = sum(1 for event in events if event.device_type == DeviceType.CPU and is_launch(event.name))
         self.found = summary(kernels, calls, wall * 1e3)
+        averages = self._profiler.key_averages()
+        self.on_host = averages.table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60)
 
     def _now(self) -> float:
         if self.on_gpu:

@@ -5,10 +5,11 @@
     python benchmarks/two_gpus.py --tiny           the same code on the CPU by gloo, tiny shapes
 
 Every run of a kind and method takes the same global batches of packed rows (bf16 compute, AdamW; full fine-tuning with
-float32 masters, LoRA r 16 on a bfloat16 base). Per GPU the micro-batch is the same; one GPU takes twice as many.
-Printed: the largest relative difference of the losses from one GPU over all steps, tokens/s per GPU (median of the
-steps after the third) and against one GPU, peak memory, seconds to write a checkpoint, and, from it, seconds until one
-GPU has taken its next step, with the difference of the losses from then on.
+float32 masters, LoRA r 16 on a bfloat16 base). Per GPU the micro-batch is the same; one GPU takes twice as many. Blocks
+are recorded in CUDA graphs where a recipe that leaves kernels.graphs open would have it.
+Printed: the largest relative difference of the losses (means of two steps) from one GPU, tokens/s per GPU (median of
+the steps after the fourth) and against one GPU, peak memory, seconds to write a checkpoint, and, from it, seconds until
+one GPU has taken its next step, with the difference of the losses from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,28 @@ from two_gpus_jobs import Job, plan_one, plan_two
 from two_gpus_worker import work
 
 
-def execute(jobs: list[Job], folder: Path, use_cpu: bool, limit: float, *, together: bool = False) -> None:
+def execute(
+    jobs: list[Job], folder: Path, use_cpu: bool, limit: float, options: list[str], *, together: bool = False
+) -> None:
     """Each (kind, processes) in processes of its own, which end with it; checkpoints are deleted when read.
 
     together: all in one process, which spares starting it.
     """
     if together:
-        launch(jobs, folder, use_cpu, limit)
+        launch(jobs, folder, use_cpu, limit, options)
         return
     groups: dict[tuple[str, bool, int], list[Job]] = {}
     for job in jobs:
         groups.setdefault((job.kind, bool(job.resume), job.processes), []).append(job)
     kinds = list(dict.fromkeys(job.kind for job in jobs))
     for key in sorted(groups, key=lambda key: (kinds.index(key[0]), *key[1:])):
-        launch(groups[key], folder, use_cpu, limit)
+        launch(groups[key], folder, use_cpu, limit, options)
         last = not any(job.kind == key[0] and job.resume for job in jobs) or key[1]
         for path in folder.glob(f"{key[0]}-*/checkpoints") if last else []:
             shutil.rmtree(path)
 
 
-def launch(jobs: list[Job], folder: Path, use_cpu: bool, limit: float) -> None:
+def launch(jobs: list[Job], folder: Path, use_cpu: bool, limit: float, options: list[str]) -> None:
     count = jobs[0].processes
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRITON_CACHE_AUTOTUNING": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -56,7 +59,8 @@ def launch(jobs: list[Job], folder: Path, use_cpu: bool, limit: float) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     environment["CUDA_VISIBLE_DEVICES"] = "" if use_cpu else ",".join(visible)
     starter = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [sys.executable, *starter, __file__, "--worker", str(folder), *(["--tiny"] if use_cpu else [])]
+    command = [sys.executable, *starter, __file__, "--worker", str(folder), *options]
+    command += ["--tiny"] if use_cpu else []
     # In a group of its own: what hangs is ended with all its processes.
     process = subprocess.Popen(
         [*command, "--jobs", json.dumps([asdict(job) for job in jobs])], env=environment, start_new_session=True
@@ -110,6 +114,7 @@ def report(jobs: list[Job], folder: Path) -> int:
     return failed
 
 
+GRAPHS = {"auto": None, "on": True, "off": False}
 COLUMNS = (13, 7, 6, 5, 9, 10, 7, 9, 7, 9, 9)
 
 
@@ -132,18 +137,32 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--limit", type=float, default=400, help="seconds for the runs of one kind on as many GPUs")
     parser.add_argument("--output", type=Path, help="keep the figures here, one JSON file a run")
+    parser.add_argument("--graphs", choices=GRAPHS, default="auto", help="of models that are not sharded")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="STEP", help="a step of rank 0, as text into --output"
+    )
+    parser.add_argument("--modes", nargs="+", help="only these: alone, ddp, fsdp2")
+    parser.add_argument("--methods", nargs="+", help="only these: full, LoRA")
+    parser.add_argument("--speed", action="store_true", help="no checkpoints")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--jobs", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        work([Job(**job) for job in json.loads(arguments.jobs)], arguments.worker, arguments.tiny)
+        jobs = [Job(**job) for job in json.loads(arguments.jobs)]
+        work(jobs, arguments.worker, arguments.tiny, GRAPHS[arguments.graphs], arguments.profile)
         return 0
     jobs = (plan_one if arguments.plan == "one-gpu" else plan_two)(arguments.tiny)
-    jobs = [job for job in jobs if arguments.kinds is None or job.kind in arguments.kinds]
+    wanted = {"kind": arguments.kinds, "mode": arguments.modes, "method": arguments.methods}
+    for name, values in wanted.items():
+        jobs = [job for job in jobs if values is None or getattr(job, name) in values]
+    if arguments.speed:
+        jobs = [replace(job, save_at=0) for job in jobs if not job.resume]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.output or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        execute(jobs, folder, arguments.tiny, arguments.limit, together=arguments.plan == "one-gpu")
+        together = arguments.plan == "one-gpu"
+        options = ["--graphs", arguments.graphs, "--profile", str(arguments.profile)]
+        execute(jobs, folder, arguments.tiny, arguments.limit, options, together=together)
         return report(jobs, folder)
 
 

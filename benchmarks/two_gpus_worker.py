@@ -15,14 +15,16 @@ from typing import Any
 from two_gpus_jobs import SHAPES, Job
 
 
-def work(jobs: list[Job], folder: Path, use_cpu: bool) -> None:
+def work(jobs: list[Job], folder: Path, use_cpu: bool, graphs: bool | None, profiled: int) -> None:
+    """graphs: of models that are not sharded; None: as a recipe that leaves it open. profiled: a step, 0: none; what
+    rank 0 does in it is written beside the figures, as text."""
     import torch
 
     rank = int(os.environ.get("RANK", "0"))
     for job in jobs:
         began = time.perf_counter()
         try:
-            found = run(job, folder, use_cpu)
+            found = run(job, folder, use_cpu, graphs, profiled if rank == 0 else 0)
         except Exception as error:
             if job.processes > 1:
                 raise  # the other process waits for this one
@@ -37,14 +39,18 @@ def work(jobs: list[Job], folder: Path, use_cpu: bool) -> None:
             torch.cuda.empty_cache()
 
 
-def run(job: Job, folder: Path, use_cpu: bool) -> dict[str, Any]:
+def run(job: Job, folder: Path, use_cpu: bool, graphs: bool | None, profiled: int) -> dict[str, Any]:
     """Losses and speed of one job."""
     import torch
+    from speed_profile import StepProfile, profile_text
     from transformers import TrainerCallback
 
     from ssm_tune.callbacks import StartAndResume
     from ssm_tune.data import Collator
+    from ssm_tune.kernel_settings import choose_graphs
+    from ssm_tune.mixers.layer_graphs import layer_graphs
     from ssm_tune.peers import current, join
+    from ssm_tune.recipe import KernelsSection, Recipe
     from ssm_tune.run_folder import RunFolder
     from ssm_tune.sharding import Sharding
     from ssm_tune.trainer import SSMTrainer
@@ -63,12 +69,18 @@ def run(job: Job, folder: Path, use_cpu: bool) -> dict[str, Any]:
     output = RunFolder(folder / job.name)
     output.path.mkdir(exist_ok=True)
     seconds: dict[str, float] = {}
+    profile = StepProfile(not use_cpu)
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_save = state.global_step == job.save_at
             if job.resume and "resume" not in seconds:
                 seconds["resume"] = time.perf_counter() - seconds["begun"]
+            if profile.running and profile.step_ended():
+                text = profile_text(profile.found, profile.found.get("wall_ms", 0.0))
+                (folder / f"{job.name}.profile.txt").write_text(f"{text}\n{profile.on_host}")
+            if profiled and state.global_step == profiled - 2:
+                profile.begin()
 
     start = StartAndResume(None if checkpoint is None else str(checkpoint))
     trainer = SSMTrainer(
@@ -93,7 +105,11 @@ def run(job: Job, folder: Path, use_cpu: bool) -> dict[str, Any]:
 
     trainer._save_checkpoint = timed_save
     seconds["begun"] = time.perf_counter()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    is_sharded = sharding is not None
+    recipe = Recipe(kernels=KernelsSection(graphs=False if is_sharded else graphs))
+    chosen, _ = choose_graphs(recipe, trainer.model, trainer.args, is_packed=True, is_sharded=is_sharded)
+    with layer_graphs(chosen):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     history = [line for line in trainer.state.log_history if "tokens_per_second" in line]
     peak = 0.0 if use_cpu else torch.cuda.max_memory_allocated() / 2**30
     peers = current()
@@ -101,8 +117,9 @@ def run(job: Job, folder: Path, use_cpu: bool) -> dict[str, Any]:
         peers.wait()
     return {
         "losses": {line["step"]: line["loss"] for line in history},
-        "tokens": statistics.median(line["tokens_per_second"] for line in history[min(3, len(history) - 1) :]),
+        "tokens": statistics.median(line["tokens_per_second"] for line in history[min(2, len(history) - 1) :]),
         "peak": peak,
+        "graphs": chosen,
         **{key: seconds[key] for key in ("save", "resume") if key in seconds},
     }
 
@@ -134,7 +151,7 @@ def make_model(job: Job, device: Any) -> Any:
 def make_arguments(job: Job, output: Path, use_cpu: bool) -> Any:
     from trl import SFTConfig
 
-    return SFTConfig(
+    arguments = SFTConfig(
         output_dir=str(output / "checkpoints"),
         max_steps=job.steps,
         per_device_train_batch_size=job.batch,
@@ -146,12 +163,14 @@ def make_arguments(job: Job, output: Path, use_cpu: bool) -> Any:
         activation_checkpointing=job.checkpointing,
         ddp_find_unused_parameters=False if job.processes > 1 else None,
         dataloader_pin_memory=not use_cpu,
-        logging_steps=1,
+        logging_steps=2,  # a log waits for the GPU
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         seed=1,
     )
+    arguments.accelerator_config.non_blocking = not use_cpu  # as ssm_tune.training_arguments has it
+    return arguments
 
 
 def make_tokenizer() -> Any:
