@@ -1,27 +1,22 @@
 """`ssd_block` on the kernels of the packages mamba_ssm and causal_conv1d, with our gated norm.
 
-The rest is as in mamba_ssm's fused call, whose own norm takes four times as long as its bytes: the input and the scan's
-output are kept, the convolution is computed again in backward, and the gradients of z, x, B, C and dt are written side
-by side into one tensor. `package`: where the functions come from, see `ssm_tune.kernels.packages`; it is imported at
-the first call.
+The rest is as in mamba_ssm's fused call, whose own norm takes four times as long as its bytes. `package`: where the
+functions come from, see `ssm_tune.kernels.packages`; it is imported at the first call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels import ssd_block_parts
-from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents, find_documents
+from ssm_tune.kernels.fused_ssd_block import Functions, Marks, Settings, run_block
 from ssm_tune.kernels.mamba_ssm_ssd import piece_that_fits
 from ssm_tune.kernels.packages import MAMBA_SSM, Package
-from ssm_tune.kernels.recompute import recomputable, reference_to
 from ssm_tune.kernels.ssd_block_parts import split_heads, split_projected
 
 # Offsets are 32-bit.
@@ -54,180 +49,69 @@ def ssd_block(
     That is widths that are not multiples of 8, padding inside a document, norms of wide groups, float64, and batches
     beyond 32-bit offsets.
     """
-    functions = _functions(package)
+    functions, widest = _functions(package)
     documents = None if seq_idx is None else find_documents(seq_idx)
-    norm = {"eps": eps, "group_size": group_size, "norm_before_gate": norm_before_gate}
     dim = A.shape[0] * head_dim
+    vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
     if not _fits(projected, conv_weight, A, head_dim, groups, chunk_size, documents) or (
-        norm_weight is not None and (group_size or dim) > functions.widest
+        norm_weight is not None and (group_size or dim) > widest
     ):
+        norm = {"eps": eps, "group_size": group_size, "norm_before_gate": norm_before_gate}
         settings = {"head_dim": head_dim, "groups": groups, "chunk_size": chunk_size, "dt_limit": dt_limit}
-        vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
         return ssd_block_parts.ssd_block(projected, *vectors, **norm, **settings, seq_idx=seq_idx)
-    settings = _Settings(head_dim, groups, chunk_size, tuple(dt_limit), eps, group_size or dim, norm_before_gate)
-    y, scanned = _Block.apply(
-        projected,
-        conv_weight,
-        None if conv_bias is None else conv_bias.to(conv_weight.dtype),
-        A.float(),
-        D.float(),
-        dt_bias.float(),
-        norm_weight,
-        # To the convolution -1 is nothing: x, B and C are zero there, so that nothing enters a state, nor leaves.
-        None if documents is None else documents.marked.contiguous(),
-        settings,
-        functions,
-    )
-    if documents is not None and documents.is_padding is not None:
-        y = y.masked_fill(documents.is_padding[..., None], 0.0)  # zero already, but not yet for a gradient
-    _recompute_gated(y, scanned, projected[..., :dim], norm_weight, norm)
-    return y
+    settings = Settings(head_dim, groups, chunk_size, tuple(dt_limit), eps, group_size or dim, norm_before_gate)
+    return run_block(functions, projected, *vectors, documents, settings)
 
 
-class _Settings(NamedTuple):
-    """What is no tensor."""
-
-    head_dim: int
-    groups: int
-    chunk_size: int
-    dt_limit: tuple[float, float]
-    eps: float
-    group_size: int
-    norm_before_gate: bool
-
-
-class _Functions(NamedTuple):
-    """The kernels' functions, which know nothing of autograd. widest: channels of a group of the norm."""
-
-    convolve: Callable[..., Any]
-    convolve_backward: Callable[..., Any]
-    scan: Callable[..., Any]
-    scan_backward: Callable[..., Any]
-    normalise: Callable[..., Any]
-    normalise_backward: Callable[..., Any]
-    widest: int
-
-
-def _functions(package: Package) -> _Functions:
+def _functions(package: Package) -> tuple[Functions, int]:
+    """And the most channels of a group of the norm."""
     scan = "ops.triton.ssd_combined"
     # The installed package takes the convolution from causal_conv1d; the prebuilt one brings its own.
     convolution = "_causal_conv1d.cpp_functions" if package.repo else scan
     names = (f"{convolution}.causal_conv1d_fwd_function", f"{convolution}.causal_conv1d_bwd_function")
     names += (f"{scan}._mamba_chunk_scan_combined_fwd", f"{scan}._mamba_chunk_scan_combined_bwd")
-    found = [package.function(name) for name in names]
+    convolve, convolve_backward, scan_forward, scan_backward = (package.function(name) for name in names)
     # After them: where mamba_ssm is not installed, that is the reason to be told, and not that Triton is not either.
     from ssm_tune.kernels.triton_gated_norm import WIDEST, normalise, normalise_backward
 
-    return _Functions(*found, normalise, normalise_backward, WIDEST)
+    def convolved(xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks) -> Tensor:
+        given = (xBC.transpose(1, 2), weight, bias, marks and marks[0], None, None, True)
+        return convolve(*given).transpose(1, 2)
+
+    def convolved_backward(
+        xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        given = (xBC.transpose(1, 2), weight, bias, slope.transpose(1, 2), marks and marks[0], None, None)
+        return convolve_backward(*given, dxBC.transpose(1, 2), False, True)[1:3]
+
+    def scanned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        given = _scan_settings(*rest)
+        out, ungated, *_ = scan_forward(x, dt, A, B, C, **given)
+        return out, out if given["z"] is None else ungated
+
+    def scanned_backward(
+        slope: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        D, dt_bias, z, kept, marks, settings, into = rest
+        given = _scan_settings(D, dt_bias, z, marks, settings)
+        _, _, dA, _, _, dD, _, ddt_bias, _ = scan_backward(slope, x, dt, A, B, C, kept, **given, **into)
+        return dA, dD, ddt_bias
+
+    functions = (convolved, convolved_backward, scanned, scanned_backward, normalise, normalise_backward)
+    return Functions(*functions), WIDEST
 
 
-class _Block(torch.autograd.Function):
-    """Gives the block's output, and the scan's, which is kept, to compute the former again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        projected: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        A: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        norm_weight: Tensor | None,
-        seq_idx: Tensor | None,
-        settings: _Settings,
-        functions: _Functions,
-    ) -> tuple[Tensor, Tensor]:
-        z, xBC, dt = split_projected(projected, conv_weight, A)
-        with device_of(projected):
-            x, B, C = _convolved(xBC, conv_weight, conv_bias, A, seq_idx, settings, functions)
-            scan = _scan_settings(z, D, dt_bias, norm_weight, seq_idx, settings)
-            out, ungated, *_ = functions.scan(x, dt, A, B, C, **scan)
-            if norm_weight is None:
-                y, scanned, scales = out.flatten(-2), ungated, None
-            else:
-                norm = (settings.eps, settings.group_size, settings.norm_before_gate)
-                (y, scales), scanned = functions.normalise(out.flatten(-2), z, norm_weight, *norm), out
-        ctx.save_for_backward(
-            projected, conv_weight, conv_bias, A, D, dt_bias, norm_weight, seq_idx, scanned, scales
-        )  # fmt: skip
-        ctx.settings, ctx.functions = settings, functions
-        ctx.mark_non_differentiable(scanned)
-        ctx.set_materialize_grads(False)
-        return y, scanned
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return (None,) * 10
-        saved = ctx.saved_tensors
-        projected, conv_weight, conv_bias, A, D, dt_bias, norm_weight, seq_idx, scanned, scales = saved
-        settings, functions = ctx.settings, ctx.functions
-        z, xBC, dt = split_projected(projected, conv_weight, A)
-        dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
-        dz, dxBC, ddt = split_projected(dprojected, conv_weight, A)
-        dconvolved = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
-        dx, dB, dC = split_heads(dconvolved, len(A), settings.head_dim, settings.groups)
-        dscanned, dnorm, into = dy, None, {"dx": dx, "ddt": ddt, "dB": dB, "dC": dC}
-        with device_of(projected):
-            if norm_weight is None:
-                into["dz"] = dz.unflatten(-1, scanned.shape[-2:])
-            else:
-                norm = (settings.group_size, settings.norm_before_gate, ctx.needs_input_grad[6])
-                given = (scanned.flatten(-2), z, norm_weight, scales, dz)
-                dscanned, dnorm = functions.normalise_backward(dy, *given, *norm)
-            x, B, C = _convolved(xBC, conv_weight, conv_bias, A, seq_idx, settings, functions)
-            scan = _scan_settings(z, D, dt_bias, norm_weight, seq_idx, settings)
-            dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
-            _, _, dA, _, _, dD, _, ddt_bias, _ = functions.scan_backward(
-                dscanned, x, dt, A, B, C, scanned, **scan, **into
-            )
-            given = (xBC.transpose(1, 2), conv_weight, conv_bias, dconvolved.transpose(1, 2), seq_idx, None, None)
-            _, dweight, dbias, *_ = functions.convolve_backward(*given, dxBC.transpose(1, 2), False, True)
-        return dprojected, dweight, dbias, dA, dD, ddt_bias, dnorm, None, None, None
-
-
-def _convolved(
-    xBC: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    A: Tensor,
-    seq_idx: Tensor | None,
-    settings: _Settings,
-    functions: _Functions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, B and C, by heads and groups."""
-    convolved = functions.convolve(xBC.transpose(1, 2), weight, bias, seq_idx, None, None, True).transpose(1, 2)
-    return split_heads(convolved, len(A), settings.head_dim, settings.groups)
-
-
-def _scan_settings(
-    z: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor | None,
-    seq_idx: Tensor | None,
-    settings: _Settings,
-) -> dict[str, Any]:
+def _scan_settings(D: Tensor, dt_bias: Tensor, z: Tensor | None, marks: Marks, settings: Settings) -> dict[str, Any]:
     """What the scan is given forward and backward. Without a norm it multiplies by the gate, too."""
     return {
         "chunk_size": settings.chunk_size,
         "D": D,
-        "z": z.unflatten(-1, (-1, settings.head_dim)) if norm_weight is None else None,
+        "z": z,
         "dt_bias": dt_bias,
-        "seq_idx": seq_idx,
+        "seq_idx": marks and marks[0],
         "dt_softplus": True,
         "dt_limit": settings.dt_limit,
     }
-
-
-def _recompute_gated(
-    y: Tensor, scanned: Tensor, z: Tensor, weight: Tensor | None, norm: dict[str, float | int | bool | None]
-) -> None:
-    """Let y be normalised and gated again in backward, from the scan's output, which is kept."""
-    z_again, weight = reference_to(z), None if weight is None else weight.detach()
-    recomputable([y], lambda: [ssd_block_parts.gated(scanned.flatten(-2), z_again(), weight, **norm)])
 
 
 # By shapes and strides: asking the device for its properties in every layer would cost more than the launch.

@@ -1,0 +1,161 @@
+"""`ssd_block` in one piece, on functions that know nothing of autograd: what is kept, and where gradients are written.
+
+As in mamba_ssm's fused call the input and the scan's output are kept, the convolution is computed again in backward,
+and the gradients of z, x, B, C and dt are written side by side into one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ssm_tune.kernels import ssd_block_parts
+from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.documents import Documents
+from ssm_tune.kernels.recompute import recomputable, reference_to
+from ssm_tune.kernels.ssd_block_parts import split_heads, split_projected
+
+Marks = tuple[Tensor, Tensor] | None  # documents of tokens, (batch, length), int32: `marked` and `number` of Documents
+
+
+class Settings(NamedTuple):
+    """What is no tensor."""
+
+    head_dim: int
+    groups: int
+    chunk_size: int
+    dt_limit: tuple[float, float]
+    eps: float
+    group_size: int
+    norm_before_gate: bool
+
+
+class Functions(NamedTuple):
+    """What the block consists of. x, B and C are given by heads and groups; z, by heads, or None for no gate.
+
+    convolve: of (xBC, weight, bias, marks), with silu. convolve_backward: of (xBC, weight, bias, marks, gradient of the
+    result, where that of xBC goes); gives those of weight and bias. scan: of (x, dt, A, B, C, D, dt_bias, z, marks,
+    settings); gives the output and, the same without a gate, what backward wants. scan_backward: of (gradient of the
+    output, x, dt, A, B, C, D, dt_bias, z, what it wants, marks, settings, where the gradients of x, dt, B, C and z go,
+    by "dx" and so on); gives those of A, D and dt_bias. normalise, normalise_backward: `triton_gated_norm`.
+    """
+
+    convolve: Callable[..., Tensor]
+    convolve_backward: Callable[..., tuple[Tensor, Tensor | None]]
+    scan: Callable[..., tuple[Tensor, Tensor]]
+    scan_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    normalise: Callable[..., Any]
+    normalise_backward: Callable[..., Any]
+
+
+def run_block(
+    functions: Functions,
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor | None,
+    documents: Documents | None,
+    settings: Settings,
+) -> Tensor:
+    """The operation of `ssm_tune.kernels.ssd_block`; documents without padding inside them."""
+    y, scanned = _Block.apply(
+        projected,
+        conv_weight,
+        None if conv_bias is None else conv_bias.to(conv_weight.dtype),
+        A.float(),
+        D.float(),
+        dt_bias.float(),
+        norm_weight,
+        # To the convolution -1 is nothing: x, B and C are zero there, so that nothing enters a state, nor leaves.
+        *((None, None) if documents is None else (documents.marked.contiguous(), documents.number)),
+        settings,
+        functions,
+    )
+    if documents is not None and documents.is_padding is not None:
+        y = y.masked_fill(documents.is_padding[..., None], 0.0)  # zero already, but not yet for a gradient
+    norm = {name: getattr(settings, name) for name in ("eps", "group_size", "norm_before_gate")}
+    _recompute_gated(y, scanned, projected[..., : y.shape[-1]], norm_weight, norm)
+    return y
+
+
+class _Block(torch.autograd.Function):
+    """Gives the block's output, and the scan's, which is kept, to compute the former again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        A: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor | None,
+        marked: Tensor | None,
+        number: Tensor | None,
+        settings: Settings,
+        functions: Functions,
+    ) -> tuple[Tensor, Tensor]:
+        z, xBC, dt = split_projected(projected, conv_weight, A)
+        marks = None if marked is None else (marked, number)
+        gate = z.unflatten(-1, (-1, settings.head_dim)) if norm_weight is None else None
+        with device_of(projected):
+            convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
+            x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
+            out, scanned = functions.scan(x, dt, A, B, C, D, dt_bias, gate, marks, settings)
+            y, scales = out.flatten(-2), None
+            if norm_weight is not None:
+                norm = (settings.eps, settings.group_size, settings.norm_before_gate)
+                y, scales = functions.normalise(y, z, norm_weight, *norm)
+        vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
+        ctx.save_for_backward(projected, *vectors, marked, number, scanned, scales)
+        ctx.settings, ctx.functions = settings, functions
+        ctx.mark_non_differentiable(scanned)
+        ctx.set_materialize_grads(False)
+        return y, scanned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 11
+        projected, conv_weight, conv_bias, A, D, dt_bias, norm_weight, marked, number, scanned, scales = (
+            ctx.saved_tensors
+        )
+        settings, functions = ctx.settings, ctx.functions
+        marks = None if marked is None else (marked, number)
+        z, xBC, dt = split_projected(projected, conv_weight, A)
+        dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
+        dz, dxBC, ddt = split_projected(dprojected, conv_weight, A)
+        dconvolved = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
+        dx, dB, dC = split_heads(dconvolved, len(A), settings.head_dim, settings.groups)
+        dscanned, dnorm, gate, into = dy, None, None, {"dx": dx, "ddt": ddt, "dB": dB, "dC": dC}
+        with device_of(projected):
+            if norm_weight is None:
+                gate, into["dz"] = (t.unflatten(-1, scanned.shape[-2:]) for t in (z, dz))
+            else:
+                norm = (settings.group_size, settings.norm_before_gate, ctx.needs_input_grad[6])
+                given = (scanned.flatten(-2), z, norm_weight, scales, dz)
+                dscanned, dnorm = functions.normalise_backward(dy, *given, *norm)
+            convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
+            x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
+            dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
+            given = (x, dt, A, B, C, D, dt_bias, gate, scanned, marks, settings)
+            dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into)
+            dweight, dbias = functions.convolve_backward(xBC, conv_weight, conv_bias, marks, dconvolved, dxBC)
+        return dprojected, dweight, dbias, dA, dD, ddt_bias, dnorm, None, None, None, None
+
+
+def _recompute_gated(
+    y: Tensor, scanned: Tensor, z: Tensor, weight: Tensor | None, norm: dict[str, float | int | bool | None]
+) -> None:
+    """Let y be normalised and gated again in backward, from the scan's output, which is kept."""
+    z_again, weight = reference_to(z), None if weight is None else weight.detach()
+    recomputable([y], lambda: [ssd_block_parts.gated(scanned.flatten(-2), z_again(), weight, **norm)])
