@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cpu_graphs import Recorder
 from tiny import tiny_model
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ssm_tune.mixers import layer_graphs, patch_model, recorded_blocks
 from ssm_tune.mixers.layer_graphs import layer_graphs as graphs
@@ -25,41 +24,9 @@ def documents(*lengths: int) -> Tensor:
     return torch.tensor([row + [-1] * (LENGTH - len(row))], dtype=torch.int32)
 
 
-class Recorder:
-    """In the place of CUDA graphs: counts what is recorded and played, and computes it anew into the same memory."""
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure, self.recorded, self.played, self.graphs = failure, 0, 0, 0
-
-    def __call__(self) -> Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]:
-        self.recorded += 1
-        if self.failure is not None:
-            raise self.failure
-        return self.capture
-
-    def capture(self, compute: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        self.graphs += 1
-        result = compute()
-        is_forward = isinstance(result, Tensor)
-
-        def play() -> None:
-            self.played += is_forward
-            with torch.enable_grad():
-                again = compute()
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-        return result, play
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    found = Recorder()
-    monkeypatch.setattr(recorded_blocks, "capture_into_one_memory", found)
-    monkeypatch.setattr(recorded_blocks, "warm_up", lambda compute: compute())
-    monkeypatch.setattr(layer_graphs, "can_be_recorded", lambda device: True)
-    return found
+    return Recorder().install(monkeypatch)
 
 
 def model_of(kind: str, **dimensions: Any) -> nn.Module:
@@ -206,11 +173,13 @@ def test_what_cannot_be_recorded_is_said_once(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("pieces", [1, 3])
 def test_on_a_gpu_graphs_compute_what_the_blocks_compute(
-    kind: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    kind: str, dtype: torch.dtype, pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents and tokens change from batch to batch: what is played must follow them."""
-    model = model_of(kind).cuda()
+    monkeypatch.setattr(layer_graphs, "starts_of_pieces", lambda blocks: list(range(pieces)))
+    model = model_of(kind, num_hidden_layers=3).cuda()
     batches = [(documents(20, 28), 0), (documents(7, 30), 1), (documents(48), 2), (documents(10, 10, 10), 3)]
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         expected = [loss_and_gradients(model, seq_idx, seed=seed) for seq_idx, seed in batches]
@@ -241,6 +210,33 @@ def test_on_a_gpu_gradients_of_several_batches_add_up(kind: str) -> None:
             found = accumulate()
         assert layer_graphs._graphs[model.backbone].replay is not None
     assert_same(found, expected, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_on_a_gpu_pieces_compute_the_same_in_the_same_memory(kind: str) -> None:
+    """The stream's sums, which backward gets from the last one on, go from piece to piece."""
+    sizes = {"mamba": {}, "mamba2": {"num_heads": 32, "head_dim": 32}}[kind]
+    blocks = model_of(kind, hidden_size=512, num_hidden_layers=6, **sizes).cuda().backbone.layers
+    hidden_states, weight = torch.randn(2, 2, 1024, 512, device="cuda")
+    borders = torch.arange(1024, device="cuda", dtype=torch.int32).div(400, rounding_mode="floor").expand(2, -1)
+    found = []
+    for starts in ([0], [0, 2, 3, 4]):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        with torch.autocast("cuda", torch.bfloat16):
+            graph = recorded_blocks.RecordedBlocks(blocks, starts, hidden_states.requires_grad_(), borders)
+        torch.cuda.empty_cache()
+        memory = torch.cuda.memory_reserved() - before
+        output = graph(hidden_states, borders)
+        inputs = [hidden_states, *blocks.parameters()]
+        gradients = [g.clone() for g in torch.autograd.grad((output * weight).sum(), inputs)]
+        found.append((memory, [output.detach().clone(), *gradients]))
+        del graph, output
+    (memory, one), (of_pieces, several) = found
+    assert of_pieces < memory * 1.05 + 2**23
+    for wanted, got in zip(one, several, strict=True):
+        assert (wanted - got).norm() <= 1e-3 * wanted.norm()
 
 
 @pytest.mark.gpu

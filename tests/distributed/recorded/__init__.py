@@ -1,0 +1,1 @@
+"""`ssm_tune` with blocks that are recorded piece by piece, for tests: `python -m recorded sft ...`."""
