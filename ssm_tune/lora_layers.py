@@ -18,6 +18,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.watched import is_watched
 
 
@@ -29,7 +30,7 @@ def cast_adapters_only(model: nn.Module) -> nn.Module:
     return model
 
 
-class DirectLinear(lora.Linear):
+class DirectLinear(lora.Linear, LaterLayer):
     """PEFT's layer in all but `forward`, which falls back to PEFT's wherever there is more to do than one plain
     adapter on a frozen `nn.Linear` in the dtype of the computation."""
 
@@ -40,14 +41,29 @@ class DirectLinear(lora.Linear):
             return super().forward(x, *args, **kwargs)
         base, dtype = self.base_layer, self.base_layer.weight.dtype
         A, B = (half[adapter].weight.to(dtype) for half in (self.lora_A, self.lora_B))
-        dropout = self.lora_dropout[adapter]
         x = x.to(dtype)
-        if isinstance(dropout, nn.Identity) or not self.training:
-            return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter])
+        if not self._drops(adapter):
+            return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter], None)
         # Two inputs then: what the adapter gets is not what the base gets.
+        dropout = self.lora_dropout[adapter]
         delta = F.linear(F.linear(dropout(x), A).mul(self.scaling[adapter]), B)
         y = torch.addmm(delta.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view(delta.shape)
         return y if base.bias is None else y + base.bias
+
+    def later_factor(self, like: Tensor) -> Tensor | None:
+        """A, in the dtype of the computation, where `forward` would do the plain thing and nobody has to see it."""
+        adapter = self._only_adapter()
+        if adapter is None or not self._is_plain(adapter, like) or self._drops(adapter) or is_watched(self):
+            return None
+        return self.lora_A[adapter].weight.to(self.base_layer.weight.dtype)
+
+    def forward_later(self, x: Tensor, later: LaterGradient) -> Tensor:
+        adapter, base = self._only_adapter(), self.base_layer
+        x, B = (tensor.to(base.weight.dtype) for tensor in (x, self.lora_B[adapter].weight))
+        return _LoraLinear.apply(x, base.weight, base.bias, later.factor.detach(), B, self.scaling[adapter], later)
+
+    def _drops(self, adapter: str) -> bool:
+        return self.training and not isinstance(self.lora_dropout[adapter], nn.Identity)
 
     def _only_adapter(self) -> str | None:
         """The adapter in use, if it is the only one and is not merged."""
@@ -73,7 +89,16 @@ class DirectLinear(lora.Linear):
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        A: Tensor,
+        B: Tensor,
+        scale: float,
+        later: LaterGradient | None,
+    ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             h = F.linear(x, A)
             # The adapter's part first, and the base's product added to it before anything is rounded: the other way
@@ -83,22 +108,24 @@ class _LoraLinear(torch.autograd.Function):
             y = y.view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
-        ctx.save_for_backward(x, weight, A, B, h)
-        ctx.scale = scale
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight, A, B, h)
+        ctx.scale, ctx.later = scale, later
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, A, B, h = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
-            flat, rows = dy.flatten(0, -2), x.flatten(0, -2)
+        with torch.autocast(dy.device.type, enabled=False):
+            flat = dy.flatten(0, -2)
             dh = _scaled_product(flat, B, ctx.scale)
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = torch.mm(dh, A).addmm_(flat, weight).view(x.shape)
-            dA = torch.mm(dh.t(), rows) if ctx.needs_input_grad[3] else None
+                dx = torch.mm(dh, A).addmm_(flat, weight).view(*dy.shape[:-1], weight.shape[1])
+            dA = None if x is None else torch.mm(dh.t(), x.flatten(0, -2))
             dB = _scaled_product(flat.t(), h.flatten(0, -2), ctx.scale) if ctx.needs_input_grad[4] else None
-        return dx, None, None, dA, dB, None
+        if ctx.later is not None:
+            ctx.later.set_slope(dh)
+        return dx, None, None, dA, dB, None, None
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.gradient_halves import gradient_of
-from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
+from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
 from ssm_tune.kernels.reference import starts_and_padding
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
@@ -64,7 +64,8 @@ def selective_scan(
         x, dt, B, C = (t.float() for t in (x, dt, B, C))
         z = None if z is None else z.float()
     marks = None if seq_idx is None else find_marks(seq_idx)
-    y, state, kept = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, marks, dt_softplus)
+    outputs = ByProduct()
+    y, state, kept = _Scan.apply(x, dt, A, B, C, D, z, dt_bias, initial_state, marks, dt_softplus, outputs)
     if recomputing() and y.requires_grad:
         vectors = [None if t is None else t.detach() for t in (A, D, dt_bias)]
         tokens = [None if t is None else reference_to(t) for t in (x, dt, B, C, z)]
@@ -73,7 +74,7 @@ def selective_scan(
             again = [None if tensor is None else tensor() for tensor in tokens]
             return [_outputs_again(_row(*again, *vectors, marks, dt_softplus), kept)]
 
-        recomputable([y], scan_again)
+        recomputable([y], scan_again, by_product=outputs)
     y = y.to(dtype)
     return (y, state) if return_final_state else y
 
@@ -108,6 +109,7 @@ class _Scan(torch.autograd.Function):
         initial_state: Tensor | None,
         marks: Tensor | None,
         dt_softplus: bool,
+        outputs: ByProduct,
     ) -> tuple[Tensor, ...]:
         keep = any(ctx.needs_input_grad)
         row = _row(x, dt, B, C, z, A, D, dt_bias, marks, dt_softplus)
@@ -116,7 +118,7 @@ class _Scan(torch.autograd.Function):
             y, kept, last = run_forward(row, first, keep)
         if keep:
             ctx.save_for_backward(*row[:-1], kept)
-            ctx.dt_softplus = dt_softplus
+            ctx.dt_softplus, ctx.outputs = dt_softplus, outputs
             ctx.gradient_of_z = None if z is None else gradient_of(z)
             ctx.dtypes = [None if t is None else t.dtype for t in (A, D, dt_bias, initial_state)]
         ctx.set_materialize_grads(False)
@@ -131,7 +133,11 @@ class _Scan(torch.autograd.Function):
             dy = torch.zeros_like(row.x, memory_format=torch.contiguous_format) if dy is None else _aligned(dy)
             dlast = None if dlast is None else _wide(dlast)
             dz = None if row.z is None else ctx.gradient_of_z(row.z)
-            dx, ddt, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast, dz)
+            wanted = row.z is not None and ctx.outputs.is_expected()
+            y = torch.empty(row.x.shape, dtype=row.x.dtype, device=row.x.device) if wanted else None
+            dx, ddt, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast, dz, y)
+        if y is not None:
+            ctx.outputs.give([y])
         states = row.A.shape[1]
         A_dtype, D_dtype, bias_dtype, state_dtype = ctx.dtypes
         needed = ctx.needs_input_grad
@@ -146,7 +152,7 @@ class _Scan(torch.autograd.Function):
             None if dbias is None else dbias.sum(0).to(bias_dtype),
             dfirst.to(state_dtype) if needed[8] else None,
         ]
-        return (*(g if need else None for g, need in zip(gradients, needed, strict=False)), None, None)
+        return (*(g if need else None for g, need in zip(gradients, needed, strict=False)), None, None, None)
 
 
 class _Row(NamedTuple):
@@ -240,7 +246,7 @@ _Forward = _structure(
 )
 _Backward = _structure(
     "BackwardArguments",
-    "x dt z B C dy dx ddt dz",
+    "x dt z B C dy dx ddt dz y",
     "A D bias marks kept dlast dBC dA dfirst dD dbias",
     "",
     "length dim",
@@ -318,16 +324,16 @@ def _outputs_again(row: _Row, kept: Tensor) -> Tensor:
 
 
 def run_backward(
-    row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None, dz: Tensor | None
+    row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, y: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """The gradients by x, dt, B and C side by side (batch, length, 2 states), A, D, the bias (these three still to be
-    summed over the batch) and the state before the row. That by z is written to `dz`."""
+    summed over the batch) and the state before the row. That by z is written to `dz`, and the outputs again to `y`."""
     batch, length, dim = row.x.shape
     dx, ddt = (torch.empty(batch, length, dim, device=dy.device, dtype=dy.dtype) for _ in range(2))
     dBC = row.A.new_empty(row.blocks, batch, length, 2 * row.A.shape[1])
     dA, dfirst = (row.A.new_empty(batch, *row.A.shape) for _ in range(2))
     dD, dbias = (None if t is None else row.A.new_empty(batch, dim) for t in (row.D, row.bias))
-    outputs = {"dx": _tokens(dx), "ddt": _tokens(ddt), "dz": _tokens(dz), "dy": _tokens(dy)}
+    outputs = {"dx": _tokens(dx), "ddt": _tokens(ddt), "dz": _tokens(dz), "dy": _tokens(dy), "y": _tokens(y)}
     pointers = {"kept": kept, "dlast": dlast, "dBC": dBC, "dA": dA, "dfirst": dfirst, "dD": dD, "dbias": dbias}
     arguments = _Backward(**row.common(), **outputs, **{name: _pointer(t) for name, t in pointers.items()})
     row.kernel("backward").launch((row.blocks, batch, 1), arguments)

@@ -12,6 +12,9 @@ themselves, and a second recomputation would only cost time.
         recomputable([y], lambda x=reference_to(x): [convolve(x())])
         z = scan(y)                     # saves y: a note
 
+Where an operation's own backward pass finds its output on the way, whoever needs that can say so beforehand (`expect`)
+and wait until then (`ByProduct`): nothing is computed twice.
+
 Functions get their inputs by `reference_to`, which keeps no tensor that is itself recomputable. They run without
 gradients, under the autocast of the forward pass, and give the same shapes and strides as they gave there.
 """
@@ -34,7 +37,7 @@ _local = threading.local()
 
 
 class _Source:
-    """Tensors that are computed together, again, when one of them is asked for."""
+    """Tensors that are got again together, when one of them is asked for."""
 
     def __init__(self, function: Callable[[], Sequence[Tensor]], scope: _Scope, random_state: RandomState | None):
         self.function, self.autocast, self.random_state = function, scope.autocast, random_state
@@ -44,10 +47,20 @@ class _Source:
     def compute(self) -> None:
         with torch.no_grad(), _autocast(self.autocast), _random(self.random_state):
             tensors = self.function()
-        for reference, tensor in zip(self.results, tensors, strict=True):
-            result = reference()
+        for result, tensor in zip(self._alive(), tensors, strict=True):
             if result is not None and result.notes:
-                result.tensor, result.left = result.fitted(tensor), result.notes
+                result.tensor, result.left, result.expected = result.fitted(tensor), result.notes, 0
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        for result, tensor in zip(self._alive(), tensors, strict=True):
+            if result is not None and result.expected:
+                result.tensor, result.left, result.expected = result.fitted(tensor), result.expected, 0
+
+    def is_expected(self) -> bool:
+        return any(result is not None and result.expected for result in self._alive())
+
+    def _alive(self) -> list[_Result | None]:
+        return [reference() for reference in self.results]
 
 
 class _Result:
@@ -58,7 +71,7 @@ class _Result:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
         self.tensor: Tensor | None = None
-        self.notes = self.left = 0
+        self.notes = self.left = self.expected = 0
 
     def fitted(self, tensor: Tensor) -> Tensor:
         if tensor.dtype != self.dtype or tensor.size() != self.size:
@@ -90,7 +103,20 @@ class _Note(NamedTuple):
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
-class _Reference:
+class Reference:
+    """A tensor as it is."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+    def expect(self) -> None:
+        """Say, in backward, that the tensor will be asked for after the pass of the operation that made it."""
+
+
+class _Reference(Reference):
     """A note for a function; taken back if the function goes without having used it, since nobody saved its results."""
 
     def __init__(self, note: _Note):
@@ -98,6 +124,9 @@ class _Reference:
 
     def __call__(self) -> Tensor:
         return self.note.tensor()
+
+    def expect(self) -> None:
+        self.note.result.expected += 1
 
     def __del__(self) -> None:
         self.note.result.notes -= 1
@@ -164,8 +193,27 @@ def saving_less(like: Tensor) -> bool:
     return recomputing() or _wanted(like)
 
 
+class ByProduct:
+    """The tensors of one call of `recomputable`, as what the backward pass of their operation can give."""
+
+    def __init__(self) -> None:
+        self.source: _Source | None = None
+
+    def is_expected(self) -> bool:
+        """Whether somebody waits for them, in this backward pass."""
+        return self.source is not None and self.source.is_expected()
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Hand them over, as `recomputable` would have them from its function."""
+        if self.source is not None:
+            self.source.give(tensors)
+
+
 def recomputable(
-    tensors: Sequence[Tensor], function: Callable[[], Sequence[Tensor]], random_state: RandomState | None = None
+    tensors: Sequence[Tensor],
+    function: Callable[[], Sequence[Tensor]],
+    random_state: RandomState | None = None,
+    by_product: ByProduct | None = None,
 ) -> None:
     """From here to the end of the scope, save notes of `tensors` instead of them; `function` gives all of them again.
 
@@ -173,25 +221,25 @@ def recomputable(
         tensors: each alone in its storage. One whose storage is recomputable already is left as it is.
         function: gives as many tensors, equal in shape, dtype and values. Must keep none of `tensors`.
         random_state: the state of the generators before the tensors were computed, if they depend on it.
+        by_product: by which the operation's backward pass can give them.
     """
     scope = _current()
     if scope is None:
         return
     source = _Source(function, scope, random_state)
+    if by_product is not None:
+        by_product.source = source
     for tensor in tensors:
         result = _Result(source, tensor)
         source.results.append(weakref.ref(result))
         scope.results.setdefault(tensor.untyped_storage().data_ptr(), (result, tensor))
 
 
-def reference_to(tensor: Tensor) -> Callable[[], Tensor]:
+def reference_to(tensor: Tensor) -> Reference:
     """Gives the tensor, detached, in backward; without keeping it, if it is recomputable."""
     scope = _current()
     note = None if scope is None else scope.find(tensor)
-    if note is not None:
-        return _Reference(note)
-    kept = tensor.detach()
-    return lambda: kept
+    return Reference(tensor.detach()) if note is None else _Reference(note)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ssm_tune.kernels.recompute import random_state_for, recomputable, recompute
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
+from ssm_tune.mixers.later_gradients import LaterGradient, later_gradient, project_later
 from ssm_tune.mixers.norms import normalised
 from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
@@ -44,11 +45,13 @@ class MambaMixer(Patched):
         window, state = read_states(cache, self.layer_idx)
         x, z = split_in_two(project(self.in_proj, hidden_states, self.conv1d.weight.dtype))
         with recomputed(x):
+            later = None
             if state is not None and x.shape[1] == 1 and seq_idx is None:
                 y = self._step(x[:, 0], z[:, 0], window, state)
             else:
-                y = self._scan_row(x, z, cache, window, state, seq_idx)
-            return project(self.out_proj, y, self.conv1d.weight.dtype)
+                later = later_gradient(self.out_proj, x)
+                y = self._scan_row(x, z, cache, window, state, seq_idx, later)
+            return project_later(self.out_proj, y, later, self.conv1d.weight.dtype)
 
     def _step(self, x: Tensor, z: Tensor, window: Tensor, state: Tensor) -> Tensor:
         x = convolve_token(self.conv1d, x, window)
@@ -57,10 +60,18 @@ class MambaMixer(Patched):
         return kernels.selective_scan_step(x, dt[:, 0], A, B[:, 0], C[:, 0], state, D, z, dt_bias)[:, None]
 
     def _scan_row(
-        self, x: Tensor, z: Tensor, cache: Any, window: Tensor | None, state: Tensor | None, seq_idx: Tensor | None
+        self,
+        x: Tensor,
+        z: Tensor,
+        cache: Any,
+        window: Tensor | None,
+        state: Tensor | None,
+        seq_idx: Tensor | None,
+        later: LaterGradient | None,
     ) -> Tensor:
         x, window = convolve_row(self.conv1d, x, window, seq_idx, keep_window=cache is not None)
         dt, B, C, dt_bias = self._select(x)
+        x = x if later is None else later.tap(x)
         A, D = self._recurrence()
         arguments = {"z": z, "dt_bias": dt_bias, "seq_idx": seq_idx, "initial_state": continued(state)}
         if cache is None:

@@ -9,7 +9,7 @@ the matrix product in float32, where autocast's is rounded to lower precision an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.nn import functional as F
 
 from ssm_tune.kernels.recompute import saving_less
 from ssm_tune.mixers.watched import is_watched
+
+if TYPE_CHECKING:
+    from ssm_tune.mixers.later_gradients import LaterGradient
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -38,15 +41,20 @@ def keeps_master(linear: nn.Module, x: Tensor) -> bool:
     )
 
 
-def master_linear(linear: nn.Module, x: Tensor) -> Tensor:
-    """`linear(x)` under autocast: x (..., in), and the result (..., out), in autocast's dtype."""
-    return _MasterLinear.apply(x.to(torch.get_autocast_dtype(x.device.type)), linear.weight, linear.bias)
+def master_linear(linear: nn.Module, x: Tensor, later: LaterGradient | None = None) -> Tensor:
+    """`linear(x)` under autocast: x (..., in), and the result (..., out), in autocast's dtype.
+
+    later: takes care of the weight's gradient.
+    """
+    weight = linear.weight if later is None else linear.weight.detach()
+    return _MasterLinear.apply(x.to(torch.get_autocast_dtype(x.device.type)), weight, linear.bias, later)
 
 
 class _MasterLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        need_x, need_weight, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: LaterGradient | None) -> Tensor:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        ctx.later = later
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Cast here, not by autocast, which would keep the copies until it ends.
@@ -63,13 +71,15 @@ class _MasterLinear(torch.autograd.Function):
             if weight is not None:
                 dx = torch.mm(flat, weight.to(dy.dtype)).view(*dy.shape[:-1], -1)
             if x is not None:
-                dweight = _in_float32(flat.t(), x.flatten(0, -2))
+                dweight = in_float32(flat.t(), x.flatten(0, -2))
             if ctx.needs_input_grad[2]:
                 dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dweight, dbias
+        if ctx.later is not None:
+            ctx.later.set_slope(flat)
+        return dx, dweight, dbias, None
 
 
-def _in_float32(a: Tensor, b: Tensor) -> Tensor:
+def in_float32(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product of two tensors of lower precision, in float32; on a CPU it is rounded first."""
     if a.is_cuda and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=torch.float32)

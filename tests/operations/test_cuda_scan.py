@@ -141,6 +141,21 @@ def test_outputs_are_recomputed_to_the_bit(on_cpu: ModuleType, monkeypatch: pyte
         assert torch.equal(once, again), name
 
 
+@pytest.mark.parametrize("length", [1, 20, 275])
+def test_backward_gives_the_outputs_again(on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """To who expects them; the forward pass does not run a second time."""
+    monkeypatch.setattr(recompute, "DEVICES", ("cpu",))
+    leaves = {name: t.float().requires_grad_() for name, t in scan_tensors(length=length, dim=36).items()}
+    with recompute.recomputed(leaves["x"]):
+        y = on_cpu.selective_scan(**leaves, seq_idx=long_documents(length))
+        again = recompute.reference_to(y)
+    monkeypatch.setattr(on_cpu, "_outputs_again", None)
+    again.expect()
+    y.sin().sum().backward()
+    assert not torch.equal(y, torch.zeros_like(y))
+    torch.testing.assert_close(again(), y.detach(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype", "words"),
     [

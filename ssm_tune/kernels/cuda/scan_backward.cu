@@ -9,7 +9,7 @@
 // blocks by the caller. Sums over states go through shuffles, sums over tokens stay in registers.
 
 struct BackwardArguments {
-  Tokens x, dt, z, B, C, dy, dx, ddt, dz;
+  Tokens x, dt, z, B, C, dy, dx, ddt, dz, y;  // y, the outputs again, may be null
   const float *A, *D, *bias;   // D and bias may be null
   const unsigned* marks;       // may be null
   const float *kept, *dlast;   // dlast, the gradient by the state after the row, may be null
@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     const float* planes = shared.planes + mine * CHANNELS + place;
     const Float4 Bdh = *reinterpret_cast<const Float4*>(planes), Ag = *reinterpret_cast<const Float4*>(planes + PLANE);
     const Float4 Ch = *reinterpret_cast<const Float4*>(planes + 2 * PLANE);
-    float x[4], dt[4], z[4], dy[4], dx[4], ddt[4], dz[4];
+    float x[4], dt[4], z[4], dy[4], dx[4], ddt[4], dz[4], out[4];
     unpack(shared.raw[from][0][thread], x), unpack(shared.raw[from][1][thread], dt);
     unpack(shared.raw[from][2][thread], dy), unpack(shared.raw[from][3][thread], z);
 #pragma unroll
@@ -260,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       if (HAS_Z) {
         const float open = sigmoid(z[i]), y = Ch.v[i] + D.v[i] * x[i];
         ungated *= z[i] * open;
+        out[i] = real ? y * z[i] * open : 0.f;
         dz[i] = real ? dy[i] * y * open * (1.f + z[i] * (1.f - open)) : 0.f;
       }
       dx[i] = real ? step * Bdh.v[i] + D.v[i] * ungated : 0.f;
@@ -271,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       *at(given.dx, row, tile + mine, channel) = pack(dx);
       *at(given.ddt, row, tile + mine, channel) = pack(ddt);
       if (HAS_Z) *at(given.dz, row, tile + mine, channel) = pack(dz);
+      if (HAS_Z && given.y.data) *at(given.y, row, tile + mine, channel) = pack(out);
     }
   };
 
