@@ -109,20 +109,35 @@ def chunk_gradients_kernel(
         reaching = tl.exp(tl.load(decay + of_chunk * CHUNK + CHUNK - 1) - decays)
         if HAS_DOCUMENTS:
             reaching = tl.where(to_the_end, reaching, 0.0)
+        agreement = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
+            slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
+            values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
+            agreement = tl.dot(values, tl.trans(slope), acc=agreement, input_precision=PRECISION)
+        if HAS_D and not WIDE_D:
+            same = tl.where(place[:, None] == place[None, :], agreement, 0.0)
+            tl.store(by_skip + tokens, tl.sum(same, axis=1))
         weights = tl.where(seen, tl.exp(decays[None, :] - decays[:, None]), 0.0)
-        mixing = tl.dot(b, tl.trans(c), input_precision=PRECISION) * weights
-        agreement, brought = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        agreement *= weights
+        pairs += agreement * steps[:, None]
+        mixing = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+        agreement *= mixing
+        mixing = (mixing * weights).to(b.dtype)
+        direct = tl.sum(agreement, axis=1)
+        tl.store(by_decay + tokens, tl.sum(agreement * steps[:, None], axis=0))
+        brought = tl.zeros([CHUNK], tl.float32)
         for block in tl.static_range(BLOCKS):
             p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
             some = p < head_dims
-            slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
-            values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
+            if BLOCKS > 1:
+                slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
+                values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
             tile = of_chunk * state_dims * head_dims
             dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
-            agreement = tl.dot(values, tl.trans(slope), acc=agreement, input_precision=PRECISION)
             arriving = tl.dot(b, dstate, input_precision=PRECISION) * reaching[:, None]
             brought += tl.sum(arriving * values.to(tl.float32), axis=1)
-            dvalues = tl.dot(mixing.to(slope.dtype), slope, acc=arriving, input_precision=PRECISION) * steps[:, None]
+            dvalues = tl.dot(mixing, slope, acc=arriving, input_precision=PRECISION) * steps[:, None]
             if HAS_D:
                 skip = tl.load(D + head * D_head + p * D_channel, mask=some, other=0.0)
                 dvalues += skip[None, :] * slope.to(tl.float32)
@@ -132,14 +147,8 @@ def chunk_gradients_kernel(
             if WIDE_D:
                 skipped = tl.sum(slope.to(tl.float32) * values.to(tl.float32), axis=0)
                 tl.store(by_skip + of_chunk * head_dims + p, skipped, mask=some)
-        pairs += agreement * weights * steps[:, None]
-        product = agreement * mixing
-        tl.store(by_decay + tokens, tl.sum(product * steps[:, None], axis=0))
         tl.store(sent + tokens, brought)
-        tl.store(by_step + tokens, brought + tl.sum(product, axis=1))
-        if HAS_D and not WIDE_D:
-            same = tl.where(place[:, None] == place[None, :], agreement, 0.0)
-            tl.store(by_skip + tokens, tl.sum(same, axis=1))
+        tl.store(by_step + tokens, brought + direct)
     total_B = tl.dot(pairs.to(b.dtype), c, acc=total_B, input_precision=PRECISION)
     dB += part * dB_part + row * dB_row + group * dB_group + start * dB_token
     write_tokens(dB, total_B, place, n, remaining, state_dims, dB_token, EVEN)
