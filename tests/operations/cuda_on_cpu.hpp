@@ -64,6 +64,8 @@ struct __align__(16) Float4 { float v[4]; };
 static float exp2_fast(float x) { return exp2f(x); }
 static float log2_fast(float x) { return log2f(x); }
 static float reciprocal(float x) { return 1.f / x; }
+static float choose(float x, float limit, float more, float rest) { return x > limit ? more : rest; }
+static unsigned anew(unsigned x) { return x; }
 static float from_bits(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 static unsigned to_bits(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 

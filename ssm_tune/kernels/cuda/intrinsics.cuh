@@ -22,6 +22,19 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// `more` if x > limit, else `rest`; both are computed, without a branch.
+__device__ __forceinline__ float choose(float x, float limit, float more, float rest) {
+  float y;
+  asm("{.reg .pred p; setp.gt.f32 p, %1, %2; selp.f32 %0, %3, %4, p;}" : "=f"(y) : "f"(x), "f"(limit), "f"(more), "f"(rest));
+  return y;
+}
+
+// x, in a way that hides from the compiler that it is x: what follows from it is worked out anew, not kept in registers.
+__device__ __forceinline__ unsigned anew(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ __forceinline__ float from_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ unsigned to_bits(float x) { return __float_as_uint(x); }
 
@@ -54,7 +67,7 @@ __device__ __forceinline__ unsigned pair_of_bfloats(float lower, float upper) {
   return pair;
 }
 
-// Copies BYTES (8 or 16) from global to shared memory without waiting; zeros where it is not `valid`.
+// Copies BYTES (4, 8 or 16) from global to shared memory without waiting; zeros where it is not `valid`.
 template <int BYTES>
 __device__ __forceinline__ void copy_later(void* to, const void* from, bool valid) {
   unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));

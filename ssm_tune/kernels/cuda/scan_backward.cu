@@ -6,10 +6,11 @@
 //     dh += dy C;  dC = dy h_t;  dB = dt x dh;  dx = dt (B dh) + D dy;  u = exp(dt A) dh;  g = u h_{t-1};
 //     dA += dt g;  ddt = x (B dh) + A g;  dh = u.
 // dB and dC are summed over the eight channels of a warp by the tensor cores, over warps in shared memory, and over
-// blocks by the caller. Sums over states go through shuffles, sums over tokens stay in registers.
+// blocks by the caller. Sums over states go through shuffles, for four tokens at once; sums over tokens stay with a
+// thread. Whoever asks for it gets the output again, for which all is there.
 
 struct BackwardArguments {
-  Tokens x, dt, z, B, C, dy, dx, ddt, dz, y;  // y, the outputs again, may be null
+  Tokens x, dt, z, B, C, dy, dx, ddt, dz, y;  // in this order; y.data may be null
   const float *A, *D, *bias;   // D and bias may be null
   const unsigned* marks;       // may be null
   const float *kept, *dlast;   // dlast, the gradient by the state after the row, may be null
@@ -19,157 +20,219 @@ struct BackwardArguments {
   int length, dim;
 };
 
-constexpr int SEGMENT = 8, SEGMENTS = CHUNK / SEGMENT;
-constexpr int PLANE = TILE * CHANNELS + 8;  // so that three planes of eight channels lie in different banks
+constexpr int SEGMENT = 8, SEGMENTS = CHUNK / SEGMENT, GROUP = 4;  // tokens of a segment, whose sums go out by groups
+constexpr int LINE = BC > 32 ? BC : 32;                            // numbers of a token and warp
+
+// What a token of a channel needs beside B and C.
+struct __align__(16) Step {
+  float dt, dtx, dy, unused;
+};
 
 struct Shared {
   States before[SEGMENTS - 1][THREADS];  // the state before each segment but the first; each thread's own
-  float planes[3 * PLANE];               // dt, dt x, dy; after a token is done B dh, A g, C h
+  // The steps of eight channels; when a warp is through with a token, its sums over them: dB and dC.
+  alignas(16) float lines[TILE][WARPS][LINE];
+  alignas(16) float sums[3][TILE][CHANNELS];  // over states: B dh, A g, C h
   alignas(16) float wide[TILE * BC];
-  alignas(16) float sums[WARPS][TILE * BC];
+  Float4 steps[THREADS], slopes[THREADS], dD[THREADS], dbias[THREADS];  // each thread's own
+  alignas(16) float D[CHANNELS], bias[CHANNELS];
   Vector raw[2][4][THREADS];
   Vector raw_BC[BC_VECTORS];
+  Begins<10> begins;
+  float* dBC;  // the block's part
+  unsigned marks[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the caller reserves another amount of shared memory");
 
-// Where a lane of four that share a channel works: its numbers in `planes` and `wide`.
+// A channel's place in its warp's lines and, by the token, in `sums`: so that threads that write or read together meet
+// different banks.
+__device__ __forceinline__ unsigned place_in_line(unsigned channel, unsigned warp) { return (channel % 8 ^ warp) * 4; }
+__device__ __forceinline__ unsigned place_in_sums(unsigned channel, unsigned token) { return channel ^ token % 4 * 8; }
+__device__ __forceinline__ unsigned turn_in_line(unsigned token) { return token % 2 * 8; }  // of its sums
+
+// A thread as one of 128 that prepare numbers: a token of the tile, and four channels of it. These and the next are
+// worked out anew at every use, since there are no registers to keep them in.
+struct Preparing {
+  unsigned thread, token, four, place;
+
+  __device__ __forceinline__ Preparing(unsigned given) : thread(anew(given)) {
+    token = thread / 8, four = thread % 8, place = four * 4;
+  }
+};
+
+// A thread as one of four lanes that share a channel.
 struct Lane {
-  float* planes;
-  const float* wide;
-  float* sums;  // of its warp
-  int index, q;
-  float picked[4][2];  // the right factor that picks lane m
+  unsigned thread, index, warp, q, column;
+
+  __device__ __forceinline__ Lane(unsigned given) : thread(anew(given)) {
+    index = thread % 32, warp = thread / 32, q = index / 8, column = warp * 8 + index % 8;
+  }
+  // Its states in a tensor of (rows, dim, STATES).
+  __device__ __forceinline__ long long states(int row, int dim, int first_channel) const {
+    return ((long long)row * dim + first_channel + column) * STATES + q * S;
+  }
 };
 
-// Sums over the eight channels of a warp, of 2 S numbers a token (S of dB, S of dC), for TOKENS tokens together.
-//
-// The numbers of a lane are up to 16, in fours. A tensor core sums each over the four lanes that differ in their two
-// lowest bits, and puts four m into the hands of lane m of the four; what is left is to add those of the lanes that
-// differ in the third bit, and to share the work. What is not picked is multiplied by zero, which a
-// number that is infinite or none spoils: tokens of two documents are never summed together.
-template <int TOKENS>
-struct ChannelSums {
-  float numbers[16], total[4];
-
-  __device__ __forceinline__ void begin() {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) numbers[i] = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total[i] = 0.f;
-  }
-
-  // Takes a token's numbers, the `index`-th.
-  __device__ __forceinline__ void add(const States& dB, const States& dC, int index, const float (&picked)[4][2]) {
-    const int before = index * 2 * S, after = before + 2 * S;
-#pragma unroll
-    for (int j = 0; j < S; ++j) numbers[before + j] = dB.v[j], numbers[before + S + j] = dC.v[j];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const bool complete = 4 * m + 4 <= after || index == TOKENS - 1;
-      if (4 * m + 4 <= before || 4 * m >= after || !complete) continue;
-      float four[4] = {numbers[4 * m], numbers[4 * m + 1], numbers[4 * m + 2], numbers[4 * m + 3]};
+// total += a b of a warp. In float32 what TF32 cuts off counts as well.
+__device__ __forceinline__ void accumulate(float (&total)[4], const float (&a)[4], float b0, float b1) {
 #if ELEMENT == 2
-      // What TF32 cuts off is summed as well.
-      float coarse[4];
+  float coarse[4], rest[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) coarse[i] = from_bits(to_bits(four[i]) & 0xffffe000u), four[i] -= coarse[i];
-      multiply_add(total, coarse, picked[m][0], picked[m][1]);
+  for (int i = 0; i < 4; ++i) coarse[i] = from_bits(to_bits(a[i]) & 0xffffe000u), rest[i] = a[i] - coarse[i];
+  const float coarse0 = from_bits(to_bits(b0) & 0xffffe000u), coarse1 = from_bits(to_bits(b1) & 0xffffe000u);
+  multiply_add(total, rest, coarse0, coarse1);
+  multiply_add(total, coarse, b0 - coarse0, b1 - coarse1);
+  multiply_add(total, coarse, coarse0, coarse1);
+#else
+  multiply_add(total, a, b0, b1);
 #endif
-      multiply_add(total, four, picked[m][0], picked[m][1]);
-    }
-  }
-
-  // The sums to `to`, BC numbers a token, the last token first taken.
-  __device__ __forceinline__ void end(float* to, int lane) const {
-    const bool upper = lane & 4;
-    // A lane has the first, the third, the second and the fourth of its four.
-    const float one = (upper ? total[1] : total[0]) + exchange(upper ? total[0] : total[1], 4);
-    const float two = (upper ? total[3] : total[2]) + exchange(upper ? total[2] : total[3], 4);
-    const int number = lane % 4 * 4 + (upper ? 2 : 0), token = number / (2 * S), of_token = number % (2 * S);
-    if (16 > TOKENS * 2 * S && token >= TOKENS) return;
-    float* place = to + (TOKENS - 1 - token) * BC + of_token / S * STATES + lane / 8 * S + of_token % S;
-    if (S > 1) {
-      *reinterpret_cast<Float2*>(place) = Float2{{one, two}};
-    } else {
-      place[0] = one, place[STATES] = two;
-    }
-  }
-};
-
-// Three sums over the four lanes of a channel: lane 0 gets the first, 1 the second, 2 the third.
-__device__ __forceinline__ float sum_states(float first, float second, float third, int q) {
-  bool upper = q & 2, odd = q & 1;
-  float one = (upper ? third : first) + exchange(upper ? first : third, 16);
-  float other = (upper ? 0.f : second) + exchange(upper ? second : 0.f, 16);
-  return (odd ? other : one) + exchange(odd ? one : other, 8);
 }
 
-// `before` holds the state before the segment, here and again after it was overwritten by nobody: it is read twice.
+// Sums over the eight channels of a warp, for one token: dt x times gradients, dy times states.
+//
+// The left factor is what each lane has: four lanes that differ in their two lowest bits, four channels, are summed. The
+// right factor has each channel's number in the column of its half of the channels (a lane has of it that of its own
+// channel, or zero), so that of each row, of one half of the channels as well, half the columns count. What is left is
+// to add the two halves. Columns: dB, then dC. Numbers of other documents are never summed together: a zero times one
+// that is infinite or none would spoil the sum.
+struct ChannelSums {
+  static constexpr int PARTS = S >= 4 ? S / 4 : 1;
+  float total[PARTS][4];
+
+  __device__ __forceinline__ void take(const States& gradient, const States& h, float dtx, float dy, unsigned q) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[part][i] = 0.f;
+      if constexpr (S >= 4) {
+        const float* g = gradient.v + 4 * part;
+        const float* s = h.v + 4 * part;
+        const float left[4] = {g[0], g[1], g[2], g[3]}, right[4] = {s[0], s[1], s[2], s[3]};
+        accumulate(total[part], left, q == 0 ? dtx : 0.f, q == 1 ? dtx : 0.f);
+        accumulate(total[part], right, q == 2 ? dy : 0.f, q == 3 ? dy : 0.f);
+      } else {
+        const float both[4] = {gradient.v[0], S == 2 ? gradient.v[S - 1] : 0.f, h.v[0], S == 2 ? h.v[S - 1] : 0.f};
+        accumulate(total[part], both, q == 0 ? dtx : 0.f, q == 1 ? dy : 0.f);
+      }
+    }
+  }
+};
+
+// The sums of an even token and of the next one: each lane has two numbers of one of them.
+struct PairSums {
+  Float2 sums[ChannelSums::PARTS];
+
+  __device__ __forceinline__ void take(const ChannelSums& even, const ChannelSums& odd, unsigned lane) {
+    const bool upper = lane & 4;  // has of the odd one
+#pragma unroll
+    for (int part = 0; part < ChannelSums::PARTS; ++part) {
+      const float *e = even.total[part], *o = odd.total[part];
+      sums[part].v[0] = (upper ? o[1] : e[0]) + exchange(upper ? e[1] : o[0], 4);
+      sums[part].v[1] = S == 1 ? 0.f : (upper ? o[3] : e[2]) + exchange(upper ? e[3] : o[2], 4);
+    }
+  }
+
+  // To a warp's lines of the even token.
+  __device__ __forceinline__ void put(float* lines, unsigned lane) const {
+    const unsigned odd = lane / 4 % 2, m = lane % 4, turn = turn_in_line(odd);
+    float* line = lines + odd * WARPS * LINE;
+    if (S < 4 && m >= 2) return;
+#pragma unroll
+    for (int part = 0; part < ChannelSums::PARTS; ++part) {
+      const unsigned place = S < 4 ? m * STATES + lane / 8 * S : m / 2 * STATES + lane / 8 * S + 4 * part + m % 2 * 2;
+      if (S == 1) {
+        line[place ^ turn] = sums[part].v[0];
+      } else {
+        *reinterpret_cast<Float2*>(line + (place ^ turn)) = sums[part];
+      }
+    }
+  }
+};
+
+// Sums over the four lanes of a channel: lane q gets that of token q.
+__device__ __forceinline__ float sum_states(const float (&v)[GROUP], unsigned q) {
+  const bool upper = q & 2, odd = q & 1;
+  const float first = (upper ? v[2] : v[0]) + exchange(upper ? v[0] : v[2], 16);
+  const float second = (upper ? v[3] : v[1]) + exchange(upper ? v[1] : v[3], 16);
+  return (odd ? second : first) + exchange(odd ? first : second, 8);
+}
+
+// A segment, from its token `first` of the tile; `slot`: of the state before it.
 template <bool STARTS>
-__device__ __forceinline__ void back_segment(States& dh, States& dA, const States& A, const States* before,
+__device__ __forceinline__ void back_segment(States& dh, States& dA, const States& A, Shared& shared, int slot,
                                              const Lane& lane, int first, unsigned starts) {
   States decay[SEGMENT], h[SEGMENT];
-  const float* planes = lane.planes + first * CHANNELS;
-  const float* wide = lane.wide + first * BC;
+  const States* before = &shared.before[slot][lane.thread];
+  float* lines = shared.lines[first][lane.warp];
+  const float* steps = lines + place_in_line(lane.column, lane.warp);
+  const float* wide = shared.wide + first * BC + lane.q * S;
   {
     States state = *before;
 #pragma unroll
     for (int i = 0; i < SEGMENT; ++i) {
-      const float dt = planes[i * CHANNELS], dtx = planes[PLANE + i * CHANNELS];
+      const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * LINE);
       const States B = *reinterpret_cast<const States*>(wide + i * BC);
       if (STARTS && (starts >> i & 1u)) state = no_states();
 #pragma unroll
       for (int j = 0; j < S; ++j) {
-        decay[i].v[j] = exp2_fast(dt * A.v[j]);
-        state.v[j] = decay[i].v[j] * state.v[j] + dtx * B.v[j];
+        decay[i].v[j] = exp2_fast(step.v[0] * A.v[j]);
+        state.v[j] = decay[i].v[j] * state.v[j] + step.v[1] * B.v[j];
       }
       h[i] = state;
     }
   }
-  constexpr int TOKENS = STARTS ? 1 : 8 / S;
-  ChannelSums<TOKENS> sums;
 #pragma unroll
-  for (int i = SEGMENT - 1; i >= 0; --i) {
-    const int index = (SEGMENT - 1 - i) % TOKENS;
-    if (index == 0) sums.begin();
-    const float dt = planes[i * CHANNELS], dtx = planes[PLANE + i * CHANNELS], dy = planes[2 * PLANE + i * CHANNELS];
-    const States B = *reinterpret_cast<const States*>(wide + i * BC);
-    const States C = *reinterpret_cast<const States*>(wide + i * BC + STATES);
-    const bool start = STARTS && (starts >> i & 1u);
-    States previous = start ? no_states() : i ? h[i ? i - 1 : 0] : *before;
-    States dB, dC;
-    float Bdh = 0.f, Ag = 0.f, Ch = 0.f;
+  for (int group = SEGMENT - GROUP; group >= 0; group -= GROUP) {
+    ChannelSums sums[2];
+    PairSums pairs[GROUP / 2];
+    float Bdh[GROUP], Ag[GROUP], Ch[GROUP];
 #pragma unroll
-    for (int j = 0; j < S; ++j) {
-      const float gradient = dy * C.v[j] + dh.v[j];
-      Bdh += B.v[j] * gradient;
-      dB.v[j] = dtx * gradient;
-      dC.v[j] = dy * h[i].v[j];
-      if (HAS_Z) Ch += C.v[j] * h[i].v[j];
-      dh.v[j] = decay[i].v[j] * gradient;
-      const float g = dh.v[j] * previous.v[j];
-      Ag += A.v[j] * g;
-      dA.v[j] += dt * g;
+    for (int k = GROUP - 1; k >= 0; --k) {
+      const int i = group + k;
+      const Step step = *reinterpret_cast<const Step*>(steps + i * WARPS * LINE);
+      const States B = *reinterpret_cast<const States*>(wide + i * BC);
+      const States C = *reinterpret_cast<const States*>(wide + i * BC + STATES);
+      const bool start = STARTS && (starts >> i & 1u);
+      const States previous = start ? no_states() : i ? h[i ? i - 1 : 0] : *before;
+      States gradient;
+      Bdh[k] = Ag[k] = Ch[k] = 0.f;
+#pragma unroll
+      for (int j = 0; j < S; ++j) {
+        gradient.v[j] = step.dy * C.v[j] + dh.v[j];
+        Bdh[k] += B.v[j] * gradient.v[j];
+        Ch[k] += C.v[j] * h[i].v[j];
+        dh.v[j] = decay[i].v[j] * gradient.v[j];
+        const float g = dh.v[j] * previous.v[j];
+        Ag[k] += A.v[j] * g;
+        dA.v[j] += step.dt * g;
+      }
+      if (start) dh = no_states();
+      sums[k % 2].take(gradient, h[i], step.dtx, step.dy, lane.q);
+      if (k % 2 == 0) pairs[k / 2].take(sums[0], sums[1], lane.index);
     }
-    if (start) dh = no_states();
-    sums.add(dB, dC, index, lane.picked);
-    if (index == TOKENS - 1) sums.end(lane.sums + (first + i) * BC, lane.index);
-    const float sum = sum_states(Bdh, Ag, Ch, lane.q);
-    if (lane.q < 3) lane.planes[lane.q * PLANE + (first + i) * CHANNELS] = sum;
+    // All lanes have read their steps.
+    float* to = &shared.sums[0][first + group + lane.q][place_in_sums(lane.column, lane.q)];
+    to[0] = sum_states(Bdh, lane.q), to[TILE * CHANNELS] = sum_states(Ag, lane.q);
+    to[2 * TILE * CHANNELS] = sum_states(Ch, lane.q);
+    warp_barrier();
+#pragma unroll
+    for (int k = 0; k < GROUP; k += 2) pairs[k / 2].put(lines + (group + k) * WARPS * LINE, lane.index);
   }
 }
 
-// One segment forward.
+// A segment forward.
 template <bool STARTS>
-__device__ __forceinline__ void forth_segment(States& h, const States& A, const Lane& lane, int first,
-                                                unsigned starts) {
+__device__ __forceinline__ void forth_segment(States& h, const States& A, const Shared& shared, const Lane& lane,
+                                              int first, unsigned starts) {
+  const float* steps = shared.lines[first][lane.warp] + place_in_line(lane.column, lane.warp);
+  const float* wide = shared.wide + first * BC + lane.q * S;
 #pragma unroll
   for (int i = 0; i < SEGMENT; ++i) {
-    const float dt = lane.planes[(first + i) * CHANNELS], dtx = lane.planes[PLANE + (first + i) * CHANNELS];
-    const States B = *reinterpret_cast<const States*>(lane.wide + (first + i) * BC);
+    const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * LINE);
+    const States B = *reinterpret_cast<const States*>(wide + i * BC);
     if (STARTS && (starts >> i & 1u)) h = no_states();
 #pragma unroll
-    for (int j = 0; j < S; ++j) h.v[j] = exp2_fast(dt * A.v[j]) * h.v[j] + dtx * B.v[j];
+    for (int j = 0; j < S; ++j) h.v[j] = exp2_fast(step.v[0] * A.v[j]) * h.v[j] + step.v[1] * B.v[j];
   }
 }
 
@@ -177,195 +240,233 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   DYNAMIC_SHARED(memory);
   Shared& shared = *reinterpret_cast<Shared*>(memory);
 
-  const int thread = threadIdx.x, index = thread % 32, warp = thread / 32, row = blockIdx.y, length = given.length;
-  // As one of 128 that prepare numbers: a token of the tile and four channels of it.
-  const int mine = thread / 8, place = thread % 8 * 4, channel = blockIdx.x * CHANNELS + place;
-  const bool here = channel < given.dim;
-  // As one of four that share a channel.
-  const int q = index / 8, column = warp * 8 + index % 8, my_channel = blockIdx.x * CHANNELS + column;
-  const bool active = my_channel < given.dim;
-  const long long my_states = (long long)my_channel * STATES + q * S;
-  const long long my_row = (long long)row * given.dim * STATES + my_states;
-  Lane lane = {shared.planes + column, shared.wide + q * S, shared.sums[warp], index, q, {}};
+  const unsigned thread = threadIdx.x;
+  const int row = blockIdx.y, length = given.length, first_channel = blockIdx.x * CHANNELS;
   const int chunks = (length + CHUNK - 1) / CHUNK;
+  const Begins<10>& begins = shared.begins;
 
   States A = no_states(), dA = no_states(), dh = no_states();
-  if (active) {
-    A = *reinterpret_cast<const States*>(given.A + my_states);
-    if (given.dlast) dh = *reinterpret_cast<const States*>(given.dlast + my_row);
+  {
+    const Lane lane(thread);
+    if (first_channel + (int)lane.column < given.dim) {
+      A = *reinterpret_cast<const States*>(given.A + lane.states(0, given.dim, first_channel));
+      if (given.dlast) dh = *reinterpret_cast<const States*>(given.dlast + lane.states(row, given.dim, first_channel));
+    }
   }
 #pragma unroll
   for (int j = 0; j < S; ++j) A.v[j] *= LOG2_E;
-#pragma unroll
-  for (int m = 0; m < 4; ++m) {
-    lane.picked[m][0] = index / 4 == 2 * m ? 1.f : 0.f;
-    lane.picked[m][1] = index / 4 == 2 * m + 1 ? 1.f : 0.f;
+  shared.dD[thread] = shared.dbias[thread] = Float4{{0.f, 0.f, 0.f, 0.f}};
+  if (thread < CHANNELS) {
+    const bool there = first_channel + (int)thread < given.dim;
+    shared.D[thread] = given.D && there ? given.D[first_channel + thread] : 0.f;
+    shared.bias[thread] = given.bias && there ? given.bias[first_channel + thread] : 0.f;
   }
-  float dD[4] = {0.f, 0.f, 0.f, 0.f}, dbias[4] = {0.f, 0.f, 0.f, 0.f};
+  if (thread < 2) shared.marks[thread] = 0u;
+  shared.begins.find(&given.x, 3, row, first_channel, thread);
+  if (thread == 0) shared.dBC = given.dBC + ((long long)blockIdx.x * gridDim.y + row) * length * BC;
+  __syncthreads();
 
   int slot = 1;  // of `raw`, that was filled last
-  unsigned next_marks = 0u;
+  // The state before a chunk, of a lane's channel and states; zero beyond the channels.
+  auto kept_before = [&](int chunk, const Lane& lane) {
+    return given.kept + lane.states(row * chunks + chunk, given.dim, first_channel);
+  };
   auto prefetch = [&](int tile, bool back) {
+    const Preparing my(thread);
     slot ^= 1;
-    bool valid = here && tile + mine < length;
-    const int token = tile + mine;
-    copy_later<BYTES>(&shared.raw[slot][0][thread], at(given.x, row, token, channel), valid);
-    copy_later<BYTES>(&shared.raw[slot][1][thread], at(given.dt, row, token, channel), valid);
-    if (back) copy_later<BYTES>(&shared.raw[slot][2][thread], at(given.dy, row, token, channel), valid);
-    if (HAS_Z && back) copy_later<BYTES>(&shared.raw[slot][3][thread], at(given.z, row, token, channel), valid);
-    copy_BC(shared.raw_BC, given.B, given.C, row, tile, length, back, thread);
-    next_marks = read_marks(given.marks, row, tile, length);
+    Vector(&raw)[4][THREADS] = shared.raw[slot];
+    const int token = tile + (int)my.token;
+    const bool valid = token < length && first_channel + (int)my.place < given.dim;
+    copy_later<BYTES>(&raw[0][my.thread], begins.at(0, given.x.token, token, my.four), valid);
+    copy_later<BYTES>(&raw[1][my.thread], begins.at(1, given.dt.token, token, my.four), valid);
+    if (back) copy_later<BYTES>(&raw[2][my.thread], begins.at(5, given.dy.token, token, my.four), valid);
+    if (HAS_Z && back) copy_later<BYTES>(&raw[3][my.thread], begins.at(2, given.z.token, token, my.four), valid);
+    copy_BC(shared.raw_BC, begins, 3, given.B.token, given.C.token, tile, length, back, my.thread);
+    copy_marks(&shared.marks[slot], given.marks, row, tile, length);
+    if (back && tile % CHUNK == 0) {  // in the place of the last segment's, which is done or is not
+      const Lane lane(thread);
+      const bool active = first_channel + (int)lane.column < given.dim;
+      const float* kept = kept_before(tile / CHUNK, lane);
+#pragma unroll
+      for (int j = 0; j < S; j += 4) {
+        copy_later<(S > 4 ? 16 : 4 * S)>(&shared.before[SEGMENTS - 2][lane.thread].v[j], kept + j, active);
+      }
+    }
   };
   // From what was copied to float32 for all: dt, dt x, B, C and, if `back`, dy.
   auto prepare = [&](const Marks& marks, bool back) {
-    const bool real = !(marks.padding >> mine & 1u);
-    float x[4], dt[4];
-    Float4 step, input;
-    unpack(shared.raw[slot][0][thread], x), unpack(shared.raw[slot][1][thread], dt);
-    const Float4 bias = read_vector(given.bias, channel, here);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      step.v[i] = real ? step_size(dt[i] + bias.v[i]) : 0.f;
-      input.v[i] = real ? step.v[i] * x[i] : 0.f;
+    const Preparing my(thread);
+    Vector(&raw)[4][THREADS] = shared.raw[slot];
+    const bool padding = marks.padding >> my.token & 1u;
+    if (padding) {
+      raw[0][my.thread] = raw[2][my.thread] = raw[3][my.thread] = nothing(), raw[1][my.thread] = no_step();
     }
-    float* to = shared.planes + mine * CHANNELS + place;
-    *reinterpret_cast<Float4*>(to) = step;
-    *reinterpret_cast<Float4*>(to + PLANE) = input;
+    float x[4], dt[4], dy[4] = {0.f, 0.f, 0.f, 0.f};
+    Float4 steps, slopes;
+    unpack(raw[0][my.thread], x), unpack(raw[1][my.thread], dt);
+    const Float4 bias = *reinterpret_cast<const Float4*>(shared.bias + my.place);
     if (back) {
-      float z[4];
-      Float4 dy;
-      unpack(shared.raw[slot][2][thread], dy.v), unpack(shared.raw[slot][3][thread], z);
+      unpack(raw[2][my.thread], dy);
+      if (HAS_Z) {
+        float z[4];
+        unpack(raw[3][my.thread], z);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (HAS_Z) dy.v[i] *= z[i] * sigmoid(z[i]);
-        if (!real) dy.v[i] = 0.f;
+        for (int i = 0; i < 4; ++i) dy[i] *= z[i] * sigmoid(z[i]);
       }
-      *reinterpret_cast<Float4*>(to + 2 * PLANE) = dy;
     }
-    widen_BC(shared.wide, shared.raw_BC, marks.padding, thread);
-  };
-  // From the sums over states to the gradients by four channels of a token.
-  auto finish = [&](int from, int tile, bool real) {
-    const Float4 bias = read_vector(given.bias, channel, here), D = read_vector(given.D, channel, here);
-    const float* planes = shared.planes + mine * CHANNELS + place;
-    const Float4 Bdh = *reinterpret_cast<const Float4*>(planes), Ag = *reinterpret_cast<const Float4*>(planes + PLANE);
-    const Float4 Ch = *reinterpret_cast<const Float4*>(planes + 2 * PLANE);
-    float x[4], dt[4], z[4], dy[4], dx[4], ddt[4], dz[4], out[4];
-    unpack(shared.raw[from][0][thread], x), unpack(shared.raw[from][1][thread], dt);
-    unpack(shared.raw[from][2][thread], dy), unpack(shared.raw[from][3][thread], z);
+    float* line = shared.lines[my.token][my.four / 2];
+    const unsigned at = place_in_line(my.place, my.four / 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float slope, ungated = dy[i];
-      const float step = step_size(dt[i] + bias.v[i], &slope);
-      if (HAS_Z) {
-        const float open = sigmoid(z[i]), y = Ch.v[i] + D.v[i] * x[i];
-        ungated *= z[i] * open;
-        out[i] = real ? y * z[i] * open : 0.f;
-        dz[i] = real ? dy[i] * y * open * (1.f + z[i] * (1.f - open)) : 0.f;
+      steps.v[i] = step_size(dt[i] + bias.v[i], &slopes.v[i]);
+      if (!SOFTPLUS && padding) steps.v[i] = slopes.v[i] = 0.f;
+      const float input = steps.v[i] * x[i];
+      if (back) {
+        *reinterpret_cast<Step*>(line + (at ^ 4u * i)) = Step{steps.v[i], input, dy[i], 0.f};
+      } else {
+        *reinterpret_cast<Float2*>(line + (at ^ 4u * i)) = Float2{{steps.v[i], input}};
       }
-      dx[i] = real ? step * Bdh.v[i] + D.v[i] * ungated : 0.f;
-      ddt[i] = real ? (x[i] * Bdh.v[i] + LN_2 * Ag.v[i]) * slope : 0.f;
-      dbias[i] += ddt[i];
-      if (real) dD[i] += ungated * x[i];
     }
-    if (here && tile + mine < length) {
-      *at(given.dx, row, tile + mine, channel) = pack(dx);
-      *at(given.ddt, row, tile + mine, channel) = pack(ddt);
-      if (HAS_Z) *at(given.dz, row, tile + mine, channel) = pack(dz);
-      if (HAS_Z && given.y.data) *at(given.y, row, tile + mine, channel) = pack(out);
+    if (back) shared.steps[my.thread] = steps, shared.slopes[my.thread] = slopes;
+    widen_BC(shared.wide, shared.raw_BC, marks.padding, my.thread);
+  };
+  // From the sums over states to the gradients by four channels of a token, and its output.
+  auto finish = [&](int old, int tile) {
+    const Preparing my(thread);
+    const Vector(&raw)[4][THREADS] = shared.raw[old];
+    float* sums = &shared.sums[0][my.token][place_in_sums(my.place, my.token)];
+    if (marks_until(shared.marks[old], tile, length).padding >> my.token & 1u) {
+      for (int i = 0; i < 3; ++i) *reinterpret_cast<Float4*>(sums + i * TILE * CHANNELS) = Float4{{0.f, 0.f, 0.f, 0.f}};
+    }
+    const Float4 Bdh = *reinterpret_cast<const Float4*>(sums);
+    const Float4 Ag = *reinterpret_cast<const Float4*>(sums + TILE * CHANNELS);
+    const Float4 Ch = *reinterpret_cast<const Float4*>(sums + 2 * TILE * CHANNELS);
+    const Float4 D = *reinterpret_cast<const Float4*>(shared.D + my.place);
+    const Float4 steps = shared.steps[my.thread], slopes = shared.slopes[my.thread];
+    Float4 dD = shared.dD[my.thread], dbias = shared.dbias[my.thread];
+    float x[4], z[4], dy[4], dx[4], ddt[4], dz[4], y[4];
+    unpack(raw[0][my.thread], x), unpack(raw[2][my.thread], dy), unpack(raw[3][my.thread], z);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] = Ch.v[i] + D.v[i] * x[i];
+      if (HAS_Z) {
+        const float open = sigmoid(z[i]), gate = z[i] * open;
+        dz[i] = dy[i] * y[i] * (open + gate * (1.f - open));
+        y[i] *= gate, dy[i] *= gate;
+      }
+      dx[i] = steps.v[i] * Bdh.v[i] + D.v[i] * dy[i];
+      ddt[i] = (x[i] * Bdh.v[i] + LN_2 * Ag.v[i]) * slopes.v[i];
+      dbias.v[i] += ddt[i];
+      dD.v[i] += dy[i] * x[i];
+    }
+    shared.dD[my.thread] = dD, shared.dbias[my.thread] = dbias;
+    const int token = tile + (int)my.token;
+    if (token < length && first_channel + (int)my.place < given.dim) {
+      *begins.at(6, given.dx.token, token, my.four) = pack(dx);
+      *begins.at(7, given.ddt.token, token, my.four) = pack(ddt);
+      if (HAS_Z) *begins.at(8, given.dz.token, token, my.four) = pack(dz);
+      if (given.y.data) *begins.at(9, given.y.token, token, my.four) = pack(y);
+    }
+  };
+  // dB and dC of a tile, over the block's channels.
+  auto add_warps = [&](int tile) {
+    const Preparing my(thread);
+#pragma unroll
+    for (int turn = 0; turn < BC_TURNS; ++turn) {
+      const unsigned i = my.thread + turn * THREADS, token = i / (2 * S), number = i % (2 * S) * 4;
+      if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
+      Float4 sum = {{0.f, 0.f, 0.f, 0.f}};
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const Float4 part = *reinterpret_cast<const Float4*>(&shared.lines[token][w][number ^ turn_in_line(token)]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum.v[j] += part.v[j];
+      }
+      float* to = shared.dBC + (long long)(tile + token) * BC + number;
+      if (tile + (int)token < length) *reinterpret_cast<Float4*>(to) = sum;
     }
   };
 
   prefetch((chunks - 1) * CHUNK, false);
   for (int chunk = chunks - 1; chunk >= 0; --chunk) {
     const int begin = chunk * CHUNK, tiles = ((length - begin < CHUNK ? length - begin : CHUNK) + TILE - 1) / TILE;
-    const States* kept = reinterpret_cast<const States*>(
-        given.kept + ((long long)row * chunks + chunk) * given.dim * STATES + my_states);
-    States h = active ? *kept : no_states();
+    States h = no_states();
+    {
+      const Lane lane(thread);
+      if (first_channel + (int)lane.column < given.dim) h = *reinterpret_cast<const States*>(kept_before(chunk, lane));
+    }
+#pragma unroll 1
     for (int k = 0; k < tiles; ++k) {
       wait_for_copies();
-      const Marks marks = marks_until(next_marks, begin + k * TILE, length);
+      const Marks marks = marks_until(shared.marks[slot], begin + k * TILE, length);
       prepare(marks, false);
-        if (k + 1 < tiles) {
+      __syncthreads();
+      if (k + 1 < tiles) {
         prefetch(begin + (k + 1) * TILE, false);
       } else {
         prefetch(begin + k * TILE, true);
       }
-      __syncthreads();
+      const Lane lane(thread);
 #pragma unroll 1
       for (int segment = 2 * k; segment < 2 * k + 2 && segment < 2 * tiles - 1; ++segment) {
         const int first = segment % 2 * SEGMENT;
         const unsigned starts = marks.starts >> first & 0xffu;
-        if (segment) shared.before[segment - 1][thread] = h;
+        if (segment) shared.before[segment - 1][lane.thread] = h;
         if (starts) {
-          forth_segment<true>(h, A, lane, first, starts);
+          forth_segment<true>(h, A, shared, lane, first, starts);
         } else {
-          forth_segment<false>(h, A, lane, first, 0u);
+          forth_segment<false>(h, A, shared, lane, first, 0u);
         }
       }
-      if (k + 1 == tiles) shared.before[2 * k][thread] = h;
+      if (k + 1 == tiles) shared.before[2 * k][lane.thread] = h;
       __syncthreads();
     }
+#pragma unroll 1
     for (int k = tiles - 1; k >= 0; --k) {
-      const int tile = begin + k * TILE;
+      const int tile = begin + k * TILE, old = slot;
       wait_for_copies();
-      const Marks marks = marks_until(next_marks, tile, length);
+      const Marks marks = marks_until(shared.marks[slot], tile, length);
       prepare(marks, true);
-      const int from = slot;
+      __syncthreads();
       if (k) {
         prefetch(tile - TILE, true);
       } else if (chunk) {
         prefetch(begin - CHUNK, false);
       }
-      __syncthreads();
+      const Lane lane(thread);
 #pragma unroll 1
       for (int segment = 2 * k + 1; segment >= 2 * k; --segment) {
-        const int first = segment % 2 * SEGMENT;
+        const int first = segment % 2 * SEGMENT, before = segment ? segment - 1 : SEGMENTS - 2;
         const unsigned starts = marks.starts >> first & 0xffu;
-        if (!segment) shared.before[0][thread] = active ? *kept : no_states();  // the second segment's is not needed
-        const States* before = &shared.before[segment ? segment - 1 : 0][thread];
         if (starts) {
-          back_segment<true>(dh, dA, A, before, lane, first, starts);
+          back_segment<true>(dh, dA, A, shared, before, lane, first, starts);
         } else {
-          back_segment<false>(dh, dA, A, before, lane, first, 0u);
+          back_segment<false>(dh, dA, A, shared, before, lane, first, 0u);
         }
       }
       __syncthreads();
-      finish(from, tile, !(marks.padding >> mine & 1u));
-#pragma unroll
-      for (int turn = 0; turn < BC_TURNS; ++turn) {
-        const int i = thread + turn * THREADS;
-        if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
-        Float4 sum = {{0.f, 0.f, 0.f, 0.f}};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          const Float4 part = *reinterpret_cast<const Float4*>(shared.sums[w] + 4 * i);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) sum.v[j] += part.v[j];
-        }
-        const int token = tile + i / (2 * S);
-        long long to = ((long long)blockIdx.x * gridDim.y + row) * length + token;
-        if (token < length) *reinterpret_cast<Float4*>(given.dBC + to * BC + i % (2 * S) * 4) = sum;
-      }
+      add_warps(tile);
+      finish(old, tile);
+      __syncthreads();
     }
   }
-  if (active) {
-    *reinterpret_cast<States*>(given.dA + my_row) = dA;
-    *reinterpret_cast<States*>(given.dfirst + my_row) = dh;
+  {
+    const Lane lane(thread);
+    if (first_channel + (int)lane.column < given.dim) {
+      const long long to = lane.states(row, given.dim, first_channel);
+      *reinterpret_cast<States*>(given.dA + to) = dA;
+      *reinterpret_cast<States*>(given.dfirst + to) = dh;
+    }
   }
   // Over the sixteen tokens of a tile.
-  for (int which = 0; which < 2; ++which) {
-    float* to = which ? given.dbias : given.dD;
-    if (!to) continue;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) shared.planes[mine * CHANNELS + place + i] = which ? dbias[i] : dD[i];
-    __syncthreads();
-    const int at_channel = blockIdx.x * CHANNELS + thread;
-    if (thread < CHANNELS && at_channel < given.dim) {
-      float sum = 0.f;
-      for (int token = 0; token < TILE; ++token) sum += shared.planes[token * CHANNELS + thread];
-      to[(long long)row * given.dim + at_channel] = sum;
+  if (thread < CHANNELS && first_channel + (int)thread < given.dim) {
+    float sum_D = 0.f, sum_bias = 0.f;
+    for (int token = 0; token < TILE; ++token) {
+      sum_D += shared.dD[token * 8 + thread / 4].v[thread % 4];
+      sum_bias += shared.dbias[token * 8 + thread / 4].v[thread % 4];
     }
+    const long long to = (long long)row * given.dim + first_channel + thread;
+    if (given.dD) given.dD[to] = sum_D;
+    if (given.dbias) given.dbias[to] = sum_bias;
   }
 }

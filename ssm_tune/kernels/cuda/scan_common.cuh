@@ -10,7 +10,7 @@
 //
 // Given by the compiler's options: STATES (4, 8, 16, 32), ELEMENT (0 bfloat16, 1 float16, 2 float32), HAS_Z, SOFTPLUS.
 
-constexpr int WARPS = 4, THREADS = 128, CHANNELS = 32, TILE = 16, CHUNK = 128;
+constexpr int WARPS = 4, THREADS = 128, CHANNELS = 32, TILE = 16, CHUNK = 96;
 constexpr int S = STATES / 4;
 constexpr int BC = 2 * STATES;                 // B and C of a token, side by side
 constexpr int BC_VECTORS = TILE * BC / 4;      // fours of them in a tile
@@ -34,10 +34,24 @@ struct Tokens {
   int token;
 };
 
-__device__ __forceinline__ Vector* at(const Tokens& tensor, int row, int token, int place) {
-  return reinterpret_cast<Vector*>(tensor.data + row * tensor.row + (long long)token * tensor.token +
-                                   place * (int)sizeof(Element));
-}
+// Where a block's part of each of N tensors begins, by fours of its channels or of the states; in shared memory, since
+// registers for it are not free and working it out again for every tile takes longer.
+template <int N>
+struct Begins {
+  unsigned char* of[N][8];
+
+  // By a block's threads; for all after a barrier.
+  __device__ __forceinline__ void find(const Tokens* tensors, int B, int row, int channel, int thread) {
+    if (thread >= 8 * N) return;
+    const int which = thread / 8, place = thread % 8 * 4 + (which == B || which == B + 1 ? 0 : channel);
+    const Tokens& tensor = tensors[which];
+    of[which][thread % 8] = tensor.data + (row * tensor.row + place * (int)sizeof(Element));
+  }
+
+  __device__ __forceinline__ Vector* at(unsigned which, int token_bytes, int token, unsigned four) const {
+    return reinterpret_cast<Vector*>(of[which][four] + (long long)token * token_bytes);
+  }
+};
 
 __device__ __forceinline__ void unpack(const Vector& vector, float (&v)[4]) {
 #if ELEMENT == 2
@@ -62,6 +76,18 @@ __device__ __forceinline__ Vector pack(const float (&v)[4]) {
   return vector;
 }
 
+// What stands for padding: zeros, and a step before softplus that is none after it.
+__device__ __forceinline__ Vector nothing() {
+  const float zeros[4] = {0.f, 0.f, 0.f, 0.f};
+  return pack(zeros);
+}
+
+__device__ __forceinline__ Vector no_step() {
+  const float lowest = ELEMENT == 1 ? -65504.f : -3.3e38f;
+  const float steps[4] = {lowest, lowest, lowest, lowest};
+  return pack(steps);
+}
+
 // S numbers of a lane, as wide as they can be read.
 struct __align__(S >= 4 ? 16 : 4 * S) States {
   float v[S];
@@ -78,11 +104,11 @@ __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + exp2
 
 // log(1 + e^x), and its slope. The series keeps small steps exact, where 1 + e^x rounds.
 __device__ __forceinline__ float softplus(float x, float* slope = nullptr) {
-  float e = exp2_fast(x * LOG2_E);
-  float series = e * (1.f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
-  float y = e < 0.03125f ? series : log2_fast(1.f + e) * LN_2;
-  if (slope) *slope = x > 20.f ? 1.f : e * reciprocal(1.f + e);
-  return x > 20.f ? x : y;
+  const float e = exp2_fast(x * LOG2_E), above = 1.f + e;
+  const float series = e * (1.f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
+  const float y = choose(e, 0.03125f, log2_fast(above) * LN_2, series);
+  if (slope) *slope = choose(x, 20.f, 1.f, e * reciprocal(above));
+  return choose(x, 20.f, x, y);
 }
 
 // The step of the recurrence, and its slope.
@@ -100,9 +126,9 @@ struct Marks {
   unsigned starts, padding;
 };
 
-// Those of the tile that begins with token `first`: from 32 bits a tile, starts below padding; nullptr: all are plain.
-__device__ __forceinline__ unsigned read_marks(const unsigned* marks, int row, int first, int length) {
-  return marks ? marks[(long long)row * ((length + TILE - 1) / TILE) + first / TILE] : 0u;
+// Copies those of the tile that begins with token `first`, every thread for itself: 32 bits a tile, starts below padding.
+__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* marks, int row, int first, int length) {
+  if (marks) copy_later<4>(to, marks + (long long)row * ((length + TILE - 1) / TILE) + first / TILE, true);
 }
 
 __device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) {
@@ -111,23 +137,25 @@ __device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) 
   return marks;
 }
 
-// Copies B and C of a tile, every thread some; C only if `both`.
-__device__ __forceinline__ void copy_BC(Vector* to, const Tokens& B, const Tokens& C, int row, int first, int length,
-                                        bool both, int thread) {
+// Copies B and C, tensors number `which` and the next, of a tile, every thread some; C only if `both`.
+template <int N>
+__device__ __forceinline__ void copy_BC(Vector* to, const Begins<N>& begins, unsigned which, int B_token, int C_token,
+                                        int first, int length, bool both, unsigned thread) {
 #pragma unroll
   for (int turn = 0; turn < BC_TURNS; ++turn) {
-    const int i = thread + turn * THREADS, token = first + i / (2 * S), part = i % (2 * S);
+    const unsigned i = thread + turn * THREADS, part = i % (2 * S);
+    const int token = first + (int)(i / (2 * S));
     if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
-    const Tokens& tensor = part < S ? B : C;
-    copy_later<BYTES>(to + i, at(tensor, row, token, part % S * 4), token < length && (both || part < S));
+    const Vector* from = begins.at(which + part / S, part < S ? B_token : C_token, token, part % S);
+    copy_later<BYTES>(to + i, from, token < length && (both || part < S));
   }
 }
 
 // What `copy_BC` copied for this thread, as float32 for all; zero for padding.
-__device__ __forceinline__ void widen_BC(float* to, const Vector* from, unsigned padding, int thread) {
+__device__ __forceinline__ void widen_BC(float* to, const Vector* from, unsigned padding, unsigned thread) {
 #pragma unroll
   for (int turn = 0; turn < BC_TURNS; ++turn) {
-    const int i = thread + turn * THREADS;
+    const unsigned i = thread + turn * THREADS;
     if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
     Float4 wide;
     unpack(from[i], wide.v);

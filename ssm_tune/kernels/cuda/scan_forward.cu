@@ -1,7 +1,7 @@
 // y_t = (C_t h_t + D x_t) silu(z_t), h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t.
 
 struct ForwardArguments {
-  Tokens x, dt, z, B, C, y;
+  Tokens x, dt, z, B, C, y;    // in this order
   const float *A, *D, *bias;   // D and bias may be null
   const unsigned* marks;       // may be null
   const float* first;          // the state before each piece of each row, or null: zero
@@ -53,8 +53,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
   __shared__ __align__(16) float wide[TILE * BC];
   __shared__ __align__(16) Vector raw[3][THREADS];
   __shared__ __align__(16) Vector raw_BC[BC_VECTORS];
+  __shared__ Begins<6> begins;
+  __shared__ unsigned all_marks[2];  // of every second tile
 
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.y;
+  const unsigned thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int row = blockIdx.y;
   const int length = given.length, begin = blockIdx.z * given.piece;
   const int end = length - begin > given.piece ? begin + given.piece : length;
   // As one of 128 that prepare numbers: a token of the tile and four channels of it.
@@ -77,21 +80,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
 #pragma unroll
   for (int j = 0; j < S; ++j) A.v[j] *= LOG2_E;
 
-  unsigned next_marks = 0u;
+  begins.find(&given.x, 3, row, blockIdx.x * CHANNELS, thread);
+  __syncthreads();
   auto prefetch = [&](int tile) {
     bool valid = here && tile + mine < end;
-    const int token = tile + mine;
-    copy_later<BYTES>(&raw[0][thread], at(given.x, row, token, channel), valid);
-    copy_later<BYTES>(&raw[1][thread], at(given.dt, row, token, channel), valid);
-    if (HAS_Z) copy_later<BYTES>(&raw[2][thread], at(given.z, row, token, channel), valid);
-    copy_BC(raw_BC, given.B, given.C, row, tile, end, true, thread);
-    next_marks = read_marks(given.marks, row, tile, length);
+    copy_later<BYTES>(&raw[0][thread], begins.at(0, given.x.token, tile + mine, thread % 8), valid);
+    copy_later<BYTES>(&raw[1][thread], begins.at(1, given.dt.token, tile + mine, thread % 8), valid);
+    if (HAS_Z) copy_later<BYTES>(&raw[2][thread], begins.at(2, given.z.token, tile + mine, thread % 8), valid);
+    copy_BC(raw_BC, begins, 3, given.B.token, given.C.token, tile, end, true, thread);
+    copy_marks(all_marks + tile / TILE % 2, given.marks, row, tile, length);
   };
 
   prefetch(begin);
   for (int tile = begin; tile < end; tile += TILE) {
     wait_for_copies();
-    const Marks marks = marks_until(next_marks, tile, end);
+    const Marks marks = marks_until(given.marks ? all_marks[tile / TILE % 2] : 0u, tile, end);
     const bool real = !(marks.padding >> mine & 1u);
     const Vector x_given = raw[0][thread], z_given = raw[2][thread];
     {
@@ -133,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
         if (HAS_Z) y[i] *= z[i] * sigmoid(z[i]);
         if (!real) y[i] = 0.f;
       }
-      *at(given.y, row, tile + mine, channel) = pack(y);
+      *begins.at(5, given.y.token, tile + mine, thread % 8) = pack(y);
     }
   }
   if (given.last && active && end == length) {
