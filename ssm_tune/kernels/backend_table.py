@@ -72,6 +72,7 @@ BACKENDS = (
     Backend("ssd_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
     Backend("ssd_block", "mamba_ssm", "mamba_ssm_block", _CUDA, "mamba_ssm", _TRITON),
     _hub("ssd_block", "mamba_ssm_block", HUB_MAMBA_SSM, _TRITON),
+    Backend("ssd_block", "triton", "triton_ssd_block", _CUDA, "triton", _TRITON),
     # An order that names one of another kind for a part means the parts.
     Backend(
         "ssd_block",

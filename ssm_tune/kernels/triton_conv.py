@@ -42,14 +42,8 @@ def causal_conv1d(
     Raises:
         Unsupported: float64, a width beyond 8, or more tokens in a row than a launch takes (half a million).
     """
+    refuse(x, weight)
     width = weight.shape[-1]
-    if torch.float64 in {x.dtype, weight.dtype}:
-        raise Unsupported("float64 is computed in PyTorch only")
-    if width > _WIDEST:
-        raise Unsupported(f"a width of {width}, at most {_WIDEST}")
-    most = _MOST_BLOCKS * _TOKENS - (width - 1)
-    if x.shape[1] > most:
-        raise Unsupported(f"{x.shape[1]} tokens in a row, at most {most}")
     rows, head = x, 0
     if initial_state is not None:
         rows, head = torch.cat([initial_state.transpose(1, 2).to(x.dtype), x], dim=1), width - 1
@@ -59,6 +53,18 @@ def causal_conv1d(
     if not return_final_state:
         return y
     return y, _remaining(x, seq_idx, initial_state, width)
+
+
+def refuse(x: Tensor, weight: Tensor) -> None:
+    """Raises Unsupported if the kernels cannot do it: x (batch, length, ...)."""
+    width = weight.shape[-1]
+    if torch.float64 in {x.dtype, weight.dtype}:
+        raise Unsupported("float64 is computed in PyTorch only")
+    if width > _WIDEST:
+        raise Unsupported(f"a width of {width}, at most {_WIDEST}")
+    most = _MOST_BLOCKS * _TOKENS - (width - 1)
+    if x.shape[1] > most:
+        raise Unsupported(f"{x.shape[1]} tokens in a row, at most {most}")
 
 
 def find_windows(seq_idx: Tensor, width: int, head: int) -> _Windows:
@@ -106,43 +112,73 @@ class _Conv(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, windows: _Windows | None, head: int, silu: bool
     ) -> Tensor:
-        length, weight = x.shape[1] - head, weight.contiguous()
+        weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         table, followers = (None, None) if windows is None else windows
         ctx.save_for_backward(x, weight, bias, table, followers)
         ctx.head, ctx.silu = head, silu
         if ctx.needs_input_grad[0]:
             ctx.gradient_of_x = gradient_of(x)
-        y = torch.empty(x.shape[0], length, x.shape[2], device=x.device, dtype=x.dtype)
-        _convolve(x, weight, bias, table, y, length, head, silu=silu)
-        return y
+        return convolve(x, weight, bias, table, head, silu)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, table, followers = ctx.saved_tensors
-        batch, rows, dim = x.shape
-        length, width = rows - ctx.head, weight.shape[1]
         need_x, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        slopes, dy = dy, dy.contiguous()
-        dx = by_weight = by_bias = None
-        if ctx.silu or need_weight:
-            chunks = triton.cdiv(length, _TOKENS * _ROUNDS)
-            slopes = torch.empty(batch, length, dim, device=x.device, dtype=x.dtype)
-            dweight = x.new_empty((batch, chunks, width + 1, dim) if need_weight else (1,), dtype=torch.float32)
-            with device_of(x):
-                conv_slope_kernel[(triton.cdiv(dim, _BLOCK), chunks, batch)](
-                    x, weight, _or(bias, weight), _or(table, x), dy, slopes, dweight,
-                    dim, length, chunks, _ROUNDS, x.stride(0), x.stride(1),
-                    **_settings(width, ctx.head, bias, table), SILU=ctx.silu, NEED_WEIGHT=need_weight,
-                )  # fmt: skip
-            if need_weight:
-                total = dweight.sum((0, 1))
-                by_weight = total[:width].t().to(weight.dtype)
-                by_bias = None if bias is None else total[width].to(bias.dtype)
-        if need_x:
-            dx = ctx.gradient_of_x(x)
-            _convolve(slopes, weight, None, followers, dx, length, ctx.head, reverse=True)
-        return dx, by_weight, by_bias, None, None, None
+        dx = ctx.gradient_of_x(x) if need_x else None
+        windows = None if table is None else (table, followers)
+        found = convolve_backward(x, weight, bias, windows, dy, dx, need_weight, ctx.head, ctx.silu)
+        return dx, *found, None, None, None
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor | None, head: int = 0, silu: bool = True
+) -> Tensor:
+    """The forward pass, unknown to autograd: of rows x (batch, head + length, dim), whose channels lie side by side;
+    table: the first of `find_windows`, or None for no documents."""
+    y = torch.empty(x.shape[0], x.shape[1] - head, x.shape[2], device=x.device, dtype=x.dtype)
+    _convolve(x, weight, bias, table, y, y.shape[1], head, silu=silu)
+    return y
+
+
+def convolve_backward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    windows: _Windows | None,
+    dy: Tensor,
+    dx: Tensor | None,
+    need_weight: bool,
+    head: int = 0,
+    silu: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The backward pass of `convolve`; writes the gradient of x into `dx`, if it is given.
+
+    Returns:
+        The gradients of weight and bias, if they are needed.
+    """
+    table, followers = (None, None) if windows is None else windows
+    batch, rows, dim = x.shape
+    length, width = rows - head, weight.shape[1]
+    slopes, dy = dy, dy.contiguous()
+    by_weight = by_bias = None
+    if silu or need_weight:
+        chunks = triton.cdiv(length, _TOKENS * _ROUNDS)
+        slopes = torch.empty(batch, length, dim, device=x.device, dtype=x.dtype)
+        dweight = x.new_empty((batch, chunks, width + 1, dim) if need_weight else (1,), dtype=torch.float32)
+        with device_of(x):
+            conv_slope_kernel[(triton.cdiv(dim, _BLOCK), chunks, batch)](
+                x, weight, _or(bias, weight), _or(table, x), dy, slopes, dweight,
+                dim, length, chunks, _ROUNDS, x.stride(0), x.stride(1),
+                **_settings(width, head, bias, table), SILU=silu, NEED_WEIGHT=need_weight,
+            )  # fmt: skip
+        if need_weight:
+            total = dweight.sum((0, 1))
+            by_weight = total[:width].t().to(weight.dtype)
+            by_bias = None if bias is None else total[width].to(bias.dtype)
+    if dx is not None:
+        _convolve(slopes, weight, None, followers, dx, length, head, reverse=True)
+    return by_weight, by_bias
 
 
 def _convolve(

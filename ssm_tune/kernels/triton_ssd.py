@@ -47,13 +47,7 @@ def ssd_scan(
     Raises:
         Unsupported: float64, heads of more than 256 states or channels, no tokens, or more rows than a launch takes.
     """
-    if x.dtype == torch.float64:
-        raise Unsupported("float64 is computed in PyTorch only")
-    if B.shape[-1] > _MOST_STATES or x.shape[-1] > _MOST_CHANNELS:
-        sizes = f"{B.shape[-1]} states and {x.shape[-1]} channels"
-        raise Unsupported(f"heads of {sizes}, at most {_MOST_STATES} and {_MOST_CHANNELS}")
-    if not x.numel() or x.shape[0] > _MOST_ROWS:
-        raise Unsupported(f"{x.shape[0]} rows of {x.shape[1]} tokens, at least one of one, at most {_MOST_ROWS} rows")
+    refuse_sizes(x, x.shape[-1], B.shape[-1])
     vectors = (A, D, dt_bias, initial_state)
     A, D, dt_bias, initial_state = (None if t is None else t.float().contiguous() for t in vectors)
     B, C = B.to(x.dtype), C.to(x.dtype)
@@ -69,6 +63,18 @@ def ssd_scan(
     settings = dt_softplus, tuple(dt_limit), return_final_state
     y, final = _Scan.apply(x, dt, A, B, C, D, dt_bias, initial_state, number, *settings)
     return (y, final) if return_final_state else y
+
+
+def refuse_sizes(x: Tensor, channels: int, states: int) -> None:
+    """Raises Unsupported for what the kernels cannot do: x (batch, length, ...), and the sizes of a head."""
+    if x.dtype == torch.float64:
+        raise Unsupported("float64 is computed in PyTorch only")
+    if states > _MOST_STATES or channels > _MOST_CHANNELS:
+        raise Unsupported(
+            f"heads of {states} states and {channels} channels, at most {_MOST_STATES} and {_MOST_CHANNELS}"
+        )
+    if not x.numel() or x.shape[0] > _MOST_ROWS:
+        raise Unsupported(f"{x.shape[0]} rows of {x.shape[1]} tokens, at least one of one, at most {_MOST_ROWS} rows")
 
 
 class _Scan(torch.autograd.Function):

@@ -9,10 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from comparison import DOCUMENTS, ROUNDED, assert_equals_reference, seq_idx_of, ssd_tensors
+from comparison import (
+    DOCUMENTS,
+    ROUNDED,
+    assert_equals_reference,
+    block_tensors,
+    seq_idx_of,
+    ssd_tensors,
+    without_state,
+)
 from torch import Tensor
 
-from ssm_tune.kernels import triton_ssd
+from ssm_tune.kernels import triton_ssd, triton_ssd_block
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 PADDED = "padding on both sides and between"
@@ -26,6 +34,14 @@ def scan(tensors: dict[str, Tensor | None], **settings: Any) -> None:
 
 def small(**sizes: Any) -> dict[str, Tensor | None]:
     return ssd_tensors(**{"heads": 2, "groups": 1, "head_dim": 4, "state": 8} | sizes)
+
+
+def block(
+    documents: str = "start in the middle", without: tuple[str, ...] = (), groups: int = 1, **settings: Any
+) -> None:
+    tensors = block_tensors(heads=2, head_dim=4, groups=groups, state=4, without=without)
+    settings = {"head_dim": 4, "groups": groups, "seq_idx": seq_idx_of(documents), "tolerance": 5e-5} | settings
+    assert_equals_reference("ssd_block", without_state(triton_ssd_block.ssd_block), tensors, **settings)
 
 
 def lose_contiguity(tensor: Tensor) -> Tensor:
@@ -77,6 +93,14 @@ CASES: dict[str, Callable[[], None]] = {
     # Not bfloat16: the interpreter multiplies matrices of its bits.
     "float16": lambda: scan(small(), dtype=torch.float16, tolerance=ROUNDED, wide=WIDE),
     "padding may hold anything": padding_may_hold_anything,
+    "block: no documents": lambda: block("no documents"),
+    "block: documents": block,
+    "block: groups": lambda: block(groups=2, group_size=4, norm_before_gate=True, dt_limit=(0.01, 0.2)),
+    "block: padding": lambda: block("padding right"),
+    "block: padding inside": lambda: block(PADDED),
+    "block: no norm": lambda: block(without=("norm_weight", "conv_bias")),
+    "block: not contiguous": lambda: block(view=lose_contiguity),
+    "block: float16": lambda: block(dtype=torch.float16, tolerance=ROUNDED, wide=(*WIDE, "norm_weight")),
     "other documents": other_documents_change_nothing,
 }
 

@@ -1,0 +1,117 @@
+"""`ssd_block` on our kernels in Triton alone: convolution, scan, gated norm. It needs no other package.
+
+What is kept and where gradients are written: `fused_ssd_block`. Without a norm, the gate is a product in PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ssm_tune.kernels import ssd_block_parts
+from ssm_tune.kernels.documents import find_documents
+from ssm_tune.kernels.fused_ssd_block import Functions, Marks, Settings, run_block
+from ssm_tune.kernels.triton_conv import convolve, convolve_backward, find_windows, refuse
+from ssm_tune.kernels.triton_gated_norm import WIDEST, normalise, normalise_backward
+from ssm_tune.kernels.triton_ssd import refuse_sizes
+from ssm_tune.kernels.triton_ssd_backward import scan_backward
+from ssm_tune.kernels.triton_ssd_common import prepare_steps
+from ssm_tune.kernels.triton_ssd_forward import scan_forward
+
+
+def ssd_block(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    head_dim: int,
+    groups: int,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    chunk_size: int = 256,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """The operation of `ssm_tune.kernels.ssd_block`. Padding inside a document, and norms of wide groups, are done in
+    parts.
+
+    Raises:
+        Unsupported: what the convolution or the scan cannot do: float64, wide heads, many states, no tokens.
+    """
+    dim, channels = A.shape[0] * head_dim, conv_weight.shape[0]
+    refuse(projected, conv_weight)
+    refuse_sizes(projected, head_dim, (channels - dim) // (2 * groups))
+    documents = None if seq_idx is None else find_documents(seq_idx)
+    vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
+    vectors = tuple(None if t is None else t.contiguous() for t in vectors)
+    wide = norm_weight is not None and (group_size or dim) > WIDEST
+    if wide or (documents is not None and documents.gaps):
+        norm = {"eps": eps, "group_size": group_size, "norm_before_gate": norm_before_gate}
+        settings = {"head_dim": head_dim, "groups": groups, "chunk_size": chunk_size, "dt_limit": dt_limit}
+        return ssd_block_parts.ssd_block(projected, *vectors, **norm, **settings, seq_idx=seq_idx)
+    settings = Settings(head_dim, groups, chunk_size, tuple(dt_limit), eps, group_size or dim, norm_before_gate)
+    projected = projected if projected.stride(-1) == 1 else projected.contiguous()
+    return run_block(_FUNCTIONS, projected, *vectors, documents, settings)
+
+
+def _convolved(xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks) -> Tensor:
+    return convolve(xBC, weight, bias, None if marks is None else find_windows(marks[0], weight.shape[1], 0)[0])
+
+
+def _convolved_backward(
+    xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    windows = None if marks is None else find_windows(marks[0], weight.shape[1], 0)
+    return convolve_backward(xBC, weight, bias, windows, slope, dxBC, need_weight=True)
+
+
+def _scanned(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    marks: Marks,
+    settings: Settings,
+) -> tuple[Tensor, Tensor]:
+    steps = prepare_steps(dt, A, dt_bias, True, settings.dt_limit)
+    y, _ = scan_forward(x, B, C, D, steps, None if marks is None else marks[1], None, False)
+    return (y if z is None else y * F.silu(z)), y
+
+
+def _scanned_backward(
+    slope: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    kept: Tensor,
+    marks: Marks,
+    settings: Settings,
+    into: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    into = dict(into)
+    if z is not None:
+        into.pop("dz").copy_(torch.ops.aten.silu_backward(slope * kept, z))
+        slope = slope * F.silu(z)
+    given = (x, dt, A, B, C, D, dt_bias, None if marks is None else marks[1], None, True, settings.dt_limit)
+    dA, dD, ddt_bias, _ = scan_backward(slope, *given, **into)
+    return dA, dD, ddt_bias
+
+
+_FUNCTIONS = Functions(_convolved, _convolved_backward, _scanned, _scanned_backward, normalise, normalise_backward)
