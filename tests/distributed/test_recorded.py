@@ -18,7 +18,7 @@ import torch
 TESTS = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 RECIPE = """\
-model: {{architecture: {kind}, dimensions: {{hidden_size: 64, num_hidden_layers: 3{more}}}}}
+model: {{architecture: {kind}, dtype: float32, dimensions: {{hidden_size: 64, num_hidden_layers: 3{more}}}}}
 tokenizer: {{train: true, vocab_size: 300}}
 data: {{train: [{{path: rows.jsonl}}], eval: [{{path: rows.jsonl}}]}}
 kernels: {{self_check: false}}
@@ -49,7 +49,7 @@ def check(folder: Path, kind: str, on_gpu: bool) -> None:
     recorded = train(folder, "recorded", "recorded", "kernels.graphs=true", on_gpu=on_gpu)
     # Of 12 micro-batches the first is computed the usual way, and three blocks are three pieces.
     assert [(folder / f"pieces-{rank}").read_text() for rank in (0, 1)] == ["33", "33"]
-    tolerance = 1e-3 if on_gpu else 1e-5
+    tolerance = 1e-4 if on_gpu else 1e-5
     for key in ("loss", "grad_norm", "eval_loss"):
         expected = [line[key] for line in plain if key in line]
         assert len(expected) >= 3
