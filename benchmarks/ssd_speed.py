@@ -42,6 +42,8 @@ ROWS = (
     Row("codestral-7b", 2, 2048, 128, 64, 128, 8),
 )
 TINY = Row("tiny", 2, 70, 2, 16, 16, 1)
+# Triton's interpreter multiplies matrices of bits where they are bfloat16.
+KINDS = {"cuda": torch.bfloat16, "cpu": torch.float16}
 NAMES = ("x", "dt", "B", "C", "A", "D", "dt_bias")
 
 
@@ -76,7 +78,7 @@ def inputs(row: Row, device: str, seed: int) -> Inputs:
         return torch.rand(*shape, device=device, generator=generator)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator).bfloat16()
+        return torch.randn(*shape, device=device, generator=generator).to(KINDS[device])
 
     dim, state = row.heads * row.head_dim, row.groups * row.states
     xBC = normal(row.batch, row.length, dim + 2 * state)
@@ -133,7 +135,7 @@ def errors(row: Row, way: str, device: str) -> dict[str, float]:
         given = {name: t.detach().float() if wide else t.detach() for name, t in some.given.items()}
         given = {name: t.requires_grad_() for name, t in given.items()}
         y = function(**given, seq_idx=some.seq_idx[:1])
-        dy = torch.randn(y.shape, device=device, generator=torch.Generator(device).manual_seed(2)).bfloat16()
+        dy = torch.randn(y.shape, device=device, generator=torch.Generator(device).manual_seed(2)).to(KINDS[device])
         found.append([y, *torch.autograd.grad(y, [given[name] for name in NAMES], dy.to(y.dtype))])
     names = ("y", *(f"d{name}" for name in NAMES))
     pairs = zip(names, *found, strict=True)

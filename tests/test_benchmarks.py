@@ -154,3 +154,12 @@ def test_scan_speed_in_small() -> None:
         line.startswith("ours, documents")
         for line in run("scan_speed.py", "--conv", *sizes, TRITON_INTERPRET="1").splitlines()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ssd_speed_in_small() -> None:
+    lines = run("ssd_speed.py", "--ways", "ours", "--tiny", TRITON_INTERPRET="1").splitlines()
+    errors = [float(error.split()[-1]) for error in lines[0].removeprefix("tiny ours errors: ").split(", ")]
+    assert len(errors) == 8 and max(errors) < 1e-3
+    assert [line.split(", ms")[0] for line in lines[1:]] == ["tiny ours documents", "tiny ours no documents"]

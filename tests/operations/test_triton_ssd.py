@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import DOCUMENTS, assert_equals_reference, seq_idx_of, ssd_tensors
+from comparison import (
+    DOCUMENTS,
+    assert_equals_reference,
+    block_tensors,
+    seq_idx_of,
+    ssd_tensors,
+    without_state,
+)
 
 pytest.importorskip("triton")
 
@@ -105,3 +112,17 @@ def test_lengths_on_a_gpu(length: int, without: tuple[str, ...], dt_limit: tuple
     seq_idx = torch.arange(length).div(100, rounding_mode="floor").int().expand(2, -1).contiguous()
     settings = {"seq_idx": seq_idx, "dt_limit": dt_limit, "wide": WIDE, "device": "cuda", "looser": DECAYS}
     assert_equals_reference("ssd_scan", scan, tensors, torch.float32, EXACT, **settings)
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("documents", ["no documents", "start in the middle", "padding left"])
+@pytest.mark.parametrize("without", [(), ("norm_weight",)], ids=["norm", "gate alone"])
+def test_block_on_a_gpu(documents: str, without: tuple[str, ...], dtype: torch.dtype) -> None:
+    from ssm_tune.kernels.triton_ssd_block import ssd_block
+
+    tensors = block_tensors(heads=8, head_dim=64, groups=2, state=128, without=without)
+    settings = {"head_dim": 64, "groups": 2, "group_size": 256, "seq_idx": seq_idx_of(documents)}
+    settings |= {"wide": WIDE, "device": "cuda", "looser": DECAYS}
+    tolerance = 3 * EXACT if dtype == torch.float32 else 2 * BFLOAT16  # the norm enlarges rounding
+    assert_equals_reference("ssd_block", without_state(ssd_block), tensors, dtype, tolerance, **settings)
