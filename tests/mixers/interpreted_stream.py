@@ -21,6 +21,7 @@ from torch import Tensor
 from ssm_tune import kernels
 from ssm_tune.kernels import recompute, residual_norm_triton
 from ssm_tune.mixers import norms, patch_model
+from ssm_tune.mixers.backward_pieces import Pieces
 
 TOKENS = 5
 
@@ -68,10 +69,31 @@ def compare(model: Any, low: bool) -> dict[str, Any]:
     }
 
 
+def in_pieces(model: Any) -> dict[str, Any]:
+    """Backward of each block by itself beside one of all: bytes that forward keeps, and gradients that are not the
+    same to the bit."""
+    blocks, found = model.backbone.layers, []
+    hidden_states = torch.randn(1, TOKENS, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for starts in ([0], list(range(len(blocks)))):
+        pieces = Pieces(blocks, starts, trained_input=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            with Storages() as storages:
+                output = pieces.forward(hidden_states, None)
+                kept = storages.alive(output, *model.parameters())
+            gradients, given = {}, [hidden_states.to(output.dtype)]
+            for piece in reversed(range(pieces.count)):
+                by_parameters, given = pieces.backward(piece, given)
+                gradients |= dict(zip(pieces.parameters(piece), by_parameters, strict=True))
+        found.append((kept, {name: gradients[p] for name, p in blocks.named_parameters()} | {"input": given[0]}))
+    (kept, one), (of_pieces, several) = found
+    return {"more": of_pieces - kept, "differ": [name for name in one if not torch.equal(one[name], several[name])]}
+
+
 def main() -> None:
     kernels.residual_rms_norm = residual_norm_triton.residual_rms_norm
     norms.DEVICES = recompute.DEVICES = ("cpu",)
     found = {f"{kind} {dtype}": compare(model_of(kind), dtype == "low") for kind, dtype in json.loads(sys.argv[1])}
+    found["in pieces"] = {kind: in_pieces(model_of(kind)) for kind in ("mamba", "mamba2")}
     model = model_of("mamba")
     for block in model.backbone.layers:
         block.mixer.in_proj.requires_grad_(False)

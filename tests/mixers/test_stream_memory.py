@@ -56,7 +56,11 @@ def test_norms_that_nobody_keeps_cost_nothing(found: Found) -> None:
 
 
 def test_backward_lets_go_of_what_it_computed_again(found: Found) -> None:
-    assert {name: result["left"] for name, result in found.items() if any(result["left"])} == {}
+    assert {name: result["left"] for name, result in found.items() if any(result.get("left", ()))} == {}
+
+
+def test_in_pieces_sums_go_from_piece_to_piece(found: Found) -> None:
+    assert found["in pieces"] == {kind: {"more": 0, "differ": []} for kind in ("mamba", "mamba2")}
 
 
 @pytest.mark.gpu
