@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ssm_tune.kernels import ssd_block_parts
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents
-from ssm_tune.kernels.recompute import recomputable, reference_to
+from ssm_tune.kernels.recompute import ByProduct, recomputable, reference_to
 from ssm_tune.kernels.ssd_block_parts import split_heads, split_projected
 
 Marks = tuple[Tensor, Tensor] | None  # documents of tokens, (batch, length), int32: `marked` and `number` of Documents
@@ -65,6 +65,7 @@ def run_block(
     settings: Settings,
 ) -> Tensor:
     """The operation of `ssm_tune.kernels.ssd_block`; documents without padding inside them."""
+    outputs = ByProduct()
     y, scanned = _Block.apply(
         projected,
         conv_weight,
@@ -77,11 +78,12 @@ def run_block(
         *((None, None) if documents is None else (documents.marked.contiguous(), documents.number)),
         settings,
         functions,
+        outputs,
     )
     if documents is not None and documents.is_padding is not None:
         y = y.masked_fill(documents.is_padding[..., None], 0.0)  # zero already, but not yet for a gradient
     norm = {name: getattr(settings, name) for name in ("eps", "group_size", "norm_before_gate")}
-    _recompute_gated(y, scanned, projected[..., : y.shape[-1]], norm_weight, norm)
+    _recompute_gated(y, scanned, projected[..., : y.shape[-1]], norm_weight, norm, outputs)
     return y
 
 
@@ -102,6 +104,7 @@ class _Block(torch.autograd.Function):
         number: Tensor | None,
         settings: Settings,
         functions: Functions,
+        outputs: ByProduct,
     ) -> tuple[Tensor, Tensor]:
         z, xBC, dt = split_projected(projected, conv_weight, A)
         marks = None if marked is None else (marked, number)
@@ -116,7 +119,7 @@ class _Block(torch.autograd.Function):
                 y, scales = functions.normalise(y, z, norm_weight, *norm)
         vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
         ctx.save_for_backward(projected, *vectors, marked, number, scanned, scales)
-        ctx.settings, ctx.functions = settings, functions
+        ctx.settings, ctx.functions, ctx.outputs = settings, functions, outputs
         ctx.mark_non_differentiable(scanned)
         ctx.set_materialize_grads(False)
         return y, scanned
@@ -125,7 +128,7 @@ class _Block(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 11
+            return (None,) * 12
         projected, conv_weight, conv_bias, A, D, dt_bias, norm_weight, marked, number, scanned, scales = (
             ctx.saved_tensors
         )
@@ -143,19 +146,28 @@ class _Block(torch.autograd.Function):
             else:
                 norm = (settings.group_size, settings.norm_before_gate, ctx.needs_input_grad[6])
                 given = (scanned.flatten(-2), z, norm_weight, scales, dz)
-                dscanned, dnorm = functions.normalise_backward(dy, *given, *norm)
+                y = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if ctx.outputs.is_expected() else None
+                dscanned, dnorm = functions.normalise_backward(dy, *given, *norm, y)
+                if y is not None:
+                    ctx.outputs.give([y])
             convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
             dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
             given = (x, dt, A, B, C, D, dt_bias, gate, scanned, marks, settings)
             dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into)
             dweight, dbias = functions.convolve_backward(xBC, conv_weight, conv_bias, marks, dconvolved, dxBC)
-        return dprojected, dweight, dbias, dA, dD, ddt_bias, dnorm, None, None, None, None
+        return dprojected, dweight, dbias, dA, dD, ddt_bias, dnorm, None, None, None, None, None
 
 
 def _recompute_gated(
-    y: Tensor, scanned: Tensor, z: Tensor, weight: Tensor | None, norm: dict[str, float | int | bool | None]
+    y: Tensor,
+    scanned: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    norm: dict[str, float | int | bool | None],
+    outputs: ByProduct,
 ) -> None:
     """Let y be normalised and gated again in backward, from the scan's output, which is kept."""
     z_again, weight = reference_to(z), None if weight is None else weight.detach()
-    recomputable([y], lambda: [ssd_block_parts.gated(scanned.flatten(-2), z_again(), weight, **norm)])
+    gated_again = lambda: [ssd_block_parts.gated(scanned.flatten(-2), z_again(), weight, **norm)]  # noqa: E731
+    recomputable([y], gated_again, by_product=outputs)

@@ -78,9 +78,10 @@ def gated_norm_kernel(
 
 @triton.jit(do_not_specialize=["rows", "dout_stride", "y_stride", "z_stride", "dy_stride", "dz_stride"])
 def gated_norm_backward_kernel(
-    dout, y, z, weight, scales, dy, dz, dweight, rows,
+    dout, y, z, weight, scales, dy, dz, dweight, out, rows,
     dout_stride, y_stride, z_stride, dy_stride, dz_stride,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, NORM_FIRST: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    NEED_OUT: tl.constexpr,
 ):  # fmt: skip
     first, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     groups = tl.num_programs(1)
@@ -112,6 +113,11 @@ def gated_norm_backward_kernel(
             slope *= gate
         else:
             total = value * gate
+        if NEED_OUT:  # rows as those of dy
+            again = total * scale * factors
+            if NORM_FIRST:
+                again *= gate
+            tl.store(out + row * dy_stride * UNIT + places, again.to(out.dtype.element_ty), mask=inside)
         if NEED_WEIGHT:
             share += slope * total
         slope *= factors
@@ -176,8 +182,10 @@ def normalise_backward(
     group_size: int,
     norm_before_gate: bool,
     need_weight: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The backward pass of `normalise`; writes the gradient of z into `dz`, which may be part of a wider tensor.
+    """The backward pass of `normalise`; writes the gradient of z into `dz`, which may be part of a wider tensor, and
+    the result of `normalise` again into `out`, contiguous.
 
     Returns:
         The gradients of y, and of the weight, if it is needed.
@@ -195,8 +203,9 @@ def normalise_backward(
     strides, unit = _in_units(*(t.stride(0) for t in (rows_dout, rows_y, rows_z)), dim, rows_dz.stride(0))
     with device_of(y):
         gated_norm_backward_kernel[programs, groups](
-            rows_dout, rows_y, rows_z, weight.contiguous(), scales, dy, rows_dz, shares, rows, *strides,
-            GROUP=group_size, UNIT=unit, NORM_FIRST=norm_before_gate, NEED_WEIGHT=need_weight, **sizes,
+            rows_dout, rows_y, rows_z, weight.contiguous(), scales, dy, rows_dz, shares, dy if out is None else out,
+            rows, *strides, GROUP=group_size, UNIT=unit, NORM_FIRST=norm_before_gate, NEED_WEIGHT=need_weight,
+            NEED_OUT=out is not None, **sizes,
         )  # fmt: skip
     return dy, shares.sum(0).to(weight.dtype) if need_weight else None
 

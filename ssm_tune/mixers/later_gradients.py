@@ -40,10 +40,6 @@ class LaterGradient:
         self.inputs: Reference | None = None
         self.slope: Tensor | None = None
 
-    def tap(self, x: Tensor) -> Tensor:
-        """x, which goes into the operation whose output the layer is given."""
-        return _Tap.apply(x, self.factor, self)
-
     def set_slope(self, slope: Tensor) -> None:
         """Leave the product for later; in the layer's backward pass."""
         self.slope = slope
@@ -82,6 +78,11 @@ def later_gradient(linear: nn.Module, x: Tensor) -> LaterGradient | None:
     elif keeps_master(linear, x):
         factor = linear.weight
     return LaterGradient(factor) if factor is not None and factor.requires_grad else None
+
+
+def tapped(x: Tensor, later: LaterGradient | None) -> Tensor:
+    """x, for the operation whose output the layer is given: before it, backward makes the gradient that was left."""
+    return x if later is None else _Tap.apply(x, later.factor, later)
 
 
 def project_later(

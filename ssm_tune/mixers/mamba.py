@@ -18,7 +18,7 @@ from ssm_tune.kernels.recompute import random_state_for, recomputable, recompute
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
-from ssm_tune.mixers.later_gradients import LaterGradient, later_gradient, project_later
+from ssm_tune.mixers.later_gradients import LaterGradient, later_gradient, project_later, tapped
 from ssm_tune.mixers.norms import normalised
 from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
@@ -71,7 +71,7 @@ class MambaMixer(Patched):
     ) -> Tensor:
         x, window = convolve_row(self.conv1d, x, window, seq_idx, keep_window=cache is not None)
         dt, B, C, dt_bias = self._select(x)
-        x = x if later is None else later.tap(x)
+        x = tapped(x, later)
         A, D = self._recurrence()
         arguments = {"z": z, "dt_bias": dt_bias, "seq_idx": seq_idx, "initial_state": continued(state)}
         if cache is None:

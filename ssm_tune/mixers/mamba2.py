@@ -18,6 +18,7 @@ from ssm_tune.kernels.ssd_block_parts import gated
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.documents import document_index
+from ssm_tune.mixers.later_gradients import later_gradient, project_later, tapped
 from ssm_tune.mixers.projections import project
 from ssm_tune.mixers.raw_parameters import weight_of
 from ssm_tune.mixers.states import continued, read_states, write_states
@@ -43,8 +44,11 @@ class Mamba2Mixer(Patched):
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
         projected = self._project(hidden_states)
         with recomputed(projected):
-            y = self._block(projected, seq_idx) if cache is None else self._continue(projected, cache, seq_idx)
-            return project(self.out_proj, y, self.conv1d.weight.dtype)
+            if cache is not None:
+                return project(self.out_proj, self._continue(projected, cache, seq_idx), self.conv1d.weight.dtype)
+            later = later_gradient(self.out_proj, projected)
+            y = self._block(tapped(projected, later), seq_idx)
+            return project_later(self.out_proj, y, later, self.conv1d.weight.dtype)
 
     def _block(self, projected: Tensor, seq_idx: Tensor | None) -> Tensor:
         """A whole row, from in_proj to out_proj, in one operation."""

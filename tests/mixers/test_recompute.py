@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ssm_tune.families import family_of
-from ssm_tune.kernels import backends, recompute
+from ssm_tune.kernels import backends, fused_ssd_block, recompute
 from ssm_tune.mixers import patch_model
 
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -102,6 +102,21 @@ def test_autocast_holds_in_backward(kind: str, keep_everything: Callable[[], Non
     keep_everything()
     # The gate is rounded once more when it is computed again.
     assert_same(got, gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16)), 1e-2)
+
+
+def test_the_block_gives_out_proj_its_input_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose weight's gradient waits for it: nothing is normalised and gated a second time."""
+    model, layout = make_model("mamba2"), LAYOUTS["packed"](make_documents())
+    wanted = gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16))
+    again: list[int] = []
+    monkeypatch.setattr(fused_ssd_block.ssd_block_parts, "gated", lambda *_, **__: again.append(1))
+    got = gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16))
+    assert again == []
+    assert_same(got, wanted)
+    monkeypatch.setattr("ssm_tune.mixers.mamba2.later_gradient", lambda *_: None)
+    with pytest.raises(AttributeError, match="NoneType"):
+        gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16))
+    assert again == [1]
 
 
 def test_autocast_of_backward_alone_changes_no_recomputation(keep_everything: Callable[[], None]) -> None:

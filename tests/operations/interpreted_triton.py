@@ -101,7 +101,10 @@ def gated_norm_into_a_wider_tensor() -> None:
     out, scales = triton_gated_norm.normalise(y, z, weight, 1e-5, 12, False)
     wide = torch.full((*z.shape[:2], 40), 7.0)
     given = (torch.ones_like(out), y, z, weight, scales)
-    dy, dweight = triton_gated_norm.normalise_backward(*given, wide[..., 8:32], 12, False, need_weight=False)
+    again = torch.full_like(out, 7.0)
+    into = {"need_weight": False, "out": again}
+    dy, dweight = triton_gated_norm.normalise_backward(*given, wide[..., 8:32], 12, False, **into)
+    torch.testing.assert_close(again, out)
     leaves = [t.requires_grad_() for t in (y, z)]
     truth = torch.autograd.grad(reference.gated_rms_norm(*leaves, weight, 1e-5, 12).sum(), leaves)
     torch.testing.assert_close([dy, wide[..., 8:32]], list(truth))
