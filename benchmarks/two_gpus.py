@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--limit", type=float, default=400, help="seconds for the runs of one kind on as many GPUs")
     parser.add_argument("--output", type=Path, help="keep the figures here, one JSON file a run")
-    parser.add_argument("--graphs", choices=GRAPHS, default="auto", help="of models that are not sharded")
+    parser.add_argument("--graphs", choices=GRAPHS, default="auto", help="not with checkpointing or offloading")
     parser.add_argument(
         "--profile", type=int, default=0, metavar="STEP", help="a step of rank 0, as text into --output"
     )

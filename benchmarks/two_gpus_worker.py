@@ -16,8 +16,8 @@ from two_gpus_jobs import SHAPES, Job
 
 
 def work(jobs: list[Job], folder: Path, use_cpu: bool, graphs: bool | None, profiled: int) -> None:
-    """graphs: of models that are not sharded; None: as a recipe that leaves it open. profiled: a step, 0: none; what
-    rank 0 does in it is written beside the figures, as text."""
+    """graphs: not with checkpointing or offloading; None: as a recipe that leaves it open. profiled: a step, 0: none;
+    what rank 0 does in it is written beside the figures, as text."""
     import torch
 
     rank = int(os.environ.get("RANK", "0"))
@@ -106,7 +106,7 @@ def run(job: Job, folder: Path, use_cpu: bool, graphs: bool | None, profiled: in
     trainer._save_checkpoint = timed_save
     seconds["begun"] = time.perf_counter()
     is_sharded = sharding is not None
-    recipe = Recipe(kernels=KernelsSection(graphs=False if is_sharded else graphs))
+    recipe = Recipe(kernels=KernelsSection(graphs=None if job.checkpointing or job.mode == "offload" else graphs))
     chosen, _ = choose_graphs(recipe, trainer.model, trainer.args, is_packed=True, is_sharded=is_sharded)
     with layer_graphs(chosen):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

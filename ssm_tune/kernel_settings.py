@@ -15,22 +15,17 @@ if TYPE_CHECKING:
     from trl import SFTConfig
 
 
-def choose_kernels(recipe: Recipe, *, is_sharded: bool) -> None:
+def choose_kernels(recipe: Recipe) -> None:
     """Set the order of kernels for this process.
 
     Raises:
-        RecipeError: an unknown kernel, or graphs of sharded weights.
+        RecipeError: an unknown kernel.
     """
     where = recipe.source or "recipe"
     try:
         set_kernel_order(recipe.kernels.order, recipe.kernels.required)
     except ValueError as error:
         raise RecipeError(f"{where}: {error}") from error
-    if recipe.kernels.graphs and is_sharded:
-        raise RecipeError(
-            f"{where}: kernels.graphs: a CUDA graph cannot gather sharded weights. Set it to false, or train without "
-            "FSDP."
-        )
 
 
 def choose_graphs(

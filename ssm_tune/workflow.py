@@ -160,7 +160,7 @@ def _train(job: Job) -> Run:
                 logger.warning("--resume: no checkpoint was written yet; the run starts from its beginning.")
             if job.is_main:
                 _write_recipe(job, folder)
-            choose_kernels(job.recipe, is_sharded=job.sharding is not None)
+            choose_kernels(job.recipe)
             tokenizer, data, arguments, defaults = _prepare(job, checkpoint)
             model = _build_model(job, folder, tokenizer)
             trainer = _build_trainer(job, folder, model, tokenizer, data, arguments, checkpoint, signals)

@@ -26,7 +26,7 @@ class Pieces:
     """Forward passes through `blocks`, each followed by one backward of every piece.
 
     Args:
-        blocks: residual blocks.
+        blocks: residual blocks; sharded ones with their weights gathered.
         starts: numbers of the blocks with which pieces begin, ascending, from 0 on. Pieces in which nothing has a
             gradient are joined to the next.
         trained_input: whether the gradient by the blocks' input is wanted.
@@ -110,7 +110,7 @@ class _Blocks(nn.Module):
             # And a tensor of this call's own: what is worked out of it is kept by tensor, and belongs in the graph.
             seq_idx = torch.where(seq_idx == PADDING, PADDING - 1, seq_idx)
         with without_waiting():
-            return pass_through(self.blocks, hidden_states, before=before, seq_idx=seq_idx)
+            return pass_through(self.blocks, hidden_states, before=before, gathered=True, seq_idx=seq_idx)
 
 
 def _trained(blocks: nn.ModuleList) -> dict[str, nn.Parameter]:

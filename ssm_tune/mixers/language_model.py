@@ -8,6 +8,7 @@ backbone not to its blocks, the blocks not to their mixers. These do, as one exp
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -37,9 +38,15 @@ class Block(ResidualBlock, Patched):
         seq_idx: Tensor | None = None,
         added: Tensor | None = None,
         joined: bool = False,
+        instead: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden_states, and the result: (batch, length, hidden), the residual stream; see `ResidualBlock.call`."""
+        """hidden_states, and the result: (batch, length, hidden), the residual stream; see `ResidualBlock.call`.
+
+        instead: computes the result in this block's place.
+        """
+        if instead is not None:
+            return instead(hidden_states)
         given = {"cache": cache, "attention_mask": attention_mask, "seq_idx": seq_idx}
         return self.call(hidden_states, added, joined, **given)
 

@@ -11,7 +11,8 @@ A graph keeps the memory of its activations for itself.
 
 Backward is one graph in a process by itself. Where processes exchange gradients it is several, of a few blocks each, so
 that gradients travel while those of the blocks before are computed. Every process records when it has seen its shape;
-one that cannot goes on without, and what it exchanges with the others stays the same.
+one that cannot goes on without, and what it exchanges with the others stays the same. Of sharded blocks the weights are
+gathered into the same memory each time; those of all blocks are whole from the beginning of a batch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ssm_tune.mixers.recorded_blocks import RecordedBlocks
+from ssm_tune.mixers.sharded_units import Unit, call_unit, gather_in_place, units_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +86,8 @@ class _Graph:
     def run(self, backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor | None:
         key = _key(backbone, hidden_states, seq_idx)
         if self.replay is not None and key == self.recorded:
-            self._save_gradients(backbone)
+            if not units_of(backbone.layers):
+                self._save_gradients(backbone)
             return self.replay(hidden_states) if seq_idx is None else self.replay(hidden_states, seq_idx)
         twice, self.seen = key == self.seen, key
         if self.failed or self.replay is not None or not twice:
@@ -118,7 +123,8 @@ def _key(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> 
     """What a graph is good for: shapes, dtypes, autocast, and which parameters are where and trained."""
     kind = hidden_states.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    parameters = tuple((p.data_ptr(), p.requires_grad) for p in backbone.layers.parameters())
+    sharded = isinstance(backbone.layers[0], FSDPModule)  # whose weights are gathered at one place
+    parameters = tuple((sharded or p.data_ptr(), p.requires_grad) for p in backbone.layers.parameters())
     return (
         tuple(hidden_states.shape),
         hidden_states.dtype,
@@ -131,9 +137,29 @@ def _key(backbone: nn.Module, hidden_states: Tensor, seq_idx: Tensor | None) -> 
 
 def record(blocks: nn.ModuleList, hidden_states: Tensor, seq_idx: Tensor | None) -> Callable[..., Tensor]:
     """A function that computes the blocks by playing graphs, which autograd differentiates by playing others."""
-    recorded = RecordedBlocks(blocks, starts_of_pieces(blocks), hidden_states, seq_idx)
+    units = units_of(blocks)
+    if units:
+        recorded = _record_sharded(blocks, units, hidden_states, seq_idx)
+    else:
+        recorded = RecordedBlocks(blocks, starts_of_pieces(blocks), hidden_states, seq_idx)
     torch.cuda.empty_cache()  # of the batches before: a graph does not share its memory with them
     return recorded
+
+
+def _record_sharded(
+    blocks: nn.ModuleList, units: list[Unit], hidden_states: Tensor, seq_idx: Tensor | None
+) -> RecordedBlocks:
+    """A piece for each unit."""
+    gathered = gather_in_place(units)
+    ends = list(accumulate(map(len, units)))
+    return RecordedBlocks(
+        blocks,
+        [0, *ends[:-1]],
+        hidden_states,
+        seq_idx,
+        lambda piece, play, given: call_unit(units[piece], play, given),
+        lambda parameter: parameter not in gathered,
+    )
 
 
 def starts_of_pieces(blocks: nn.ModuleList) -> list[int]:

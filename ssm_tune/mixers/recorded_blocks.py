@@ -1,8 +1,8 @@
 """Blocks recorded as CUDA graphs, one forward and one for each piece of backward, and played as autograd's functions.
 
 Each piece is a function of its own, so that autograd hands out the gradients of its parameters before it plays the
-next: DistributedDataParallel sends them meanwhile. All graphs share one memory; a piece is played after the ones after
-it, as it was recorded.
+next: DistributedDataParallel or FSDP2 send them meanwhile. All graphs share one memory; a piece is played after the
+ones after it, as it was recorded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from ssm_tune.mixers.backward_pieces import Pieces
 Result = TypeVar("Result")
 # Passes before recording, in which kernels are compiled and libraries make their handles.
 WARM_UP = 3
+Around = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def _call(piece: int, play: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    return play(given)
 
 
 class RecordedBlocks:
@@ -29,18 +34,30 @@ class RecordedBlocks:
         starts: numbers of the blocks with which the pieces of backward begin, ascending, from 0 on.
         hidden_states: (batch, length, hidden), a sample.
         seq_idx: (batch, length) int32, -1 padding, a sample; None: none is given later either.
+        around: calls what plays a piece forward, of the piece's number.
+        outlives: whether a parameter's gradient is to be a copy, since it is read after the next piece was played.
 
     Raises:
         RuntimeError: something cannot be recorded, or memory is short.
     """
 
     def __init__(
-        self, blocks: nn.ModuleList, starts: Sequence[int], hidden_states: Tensor, seq_idx: Tensor | None
+        self,
+        blocks: nn.ModuleList,
+        starts: Sequence[int],
+        hidden_states: Tensor,
+        seq_idx: Tensor | None,
+        around: Around = _call,
+        outlives: Callable[[nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         self.hidden_states = hidden_states.detach().clone()
         self.seq_idx = None if seq_idx is None else seq_idx.clone()
         self._turn = 0
+        self._around = around
         self._pieces = Pieces(blocks, starts, trained_input=hidden_states.requires_grad)
+        if self._pieces.count != len(starts) and around is not _call:
+            raise RuntimeError("the first blocks have nothing to train")
+        self._copied = [list(map(outlives, self._pieces.parameters(piece))) for piece in range(self._pieces.count)]
         kind = hidden_states.device.type
         enabled = torch.is_autocast_enabled(kind)
         # Weights are cast in the graph: what autocast keeps of one forward would be freed after it.
@@ -76,12 +93,19 @@ class RecordedBlocks:
             self.seq_idx.copy_(seq_idx)
         passed = hidden_states
         for piece in range(self._pieces.count):
-            passed = _Piece.apply(self, piece, passed, *self._pieces.parameters(piece))
-        return passed if self._pieces.count else self.play_forward(hidden_states)
+            passed = self._around(piece, partial(self._apply, piece), passed)
+        if not self._pieces.count:
+            self.take(hidden_states)
+        return passed if self._pieces.count else self.play_forward()
 
-    def play_forward(self, hidden_states: Tensor) -> Tensor:
+    def _apply(self, piece: int, passed: Tensor) -> Tensor:
+        return _Piece.apply(self, piece, passed, *self._pieces.parameters(piece))
+
+    def take(self, hidden_states: Tensor) -> None:
         self._turn += 1
         self.hidden_states.copy_(hidden_states)
+
+    def play_forward(self) -> Tensor:
         self._play_forward()
         return self.output.detach()
 
@@ -95,10 +119,12 @@ class RecordedBlocks:
         return self._pieces.count - 1
 
     def play_backward(self, piece: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients by the piece's parameters, and by the blocks' input if it is the first; the graph's own memory."""
+        """Gradients by the piece's parameters, and by the blocks' input if it is the first; the graph's own memory,
+        but for those that are to be copies."""
         found, by_input, play = self._backward[piece]
         play()
-        return found, by_input
+        pairs = zip(found, self._copied[piece], strict=True)
+        return [tensor.clone() if copied and tensor is not None else tensor for tensor, copied in pairs], by_input
 
 
 def warm_up(compute: Callable[[], None]) -> None:
@@ -126,13 +152,14 @@ def capture_into_one_memory() -> Callable[[Callable[[], Result]], tuple[Result, 
 
 
 class _Piece(torch.autograd.Function):
-    """The first of them plays all forward; what goes between them is empty, and shows backward the way."""
+    """The last of them plays all forward; what goes between them is empty, and shows backward the way."""
 
     @staticmethod
     def forward(ctx: Any, recorded: RecordedBlocks, piece: int, given: Tensor, *parameters: Tensor) -> Tensor:
-        output = recorded.output.detach() if piece else recorded.play_forward(given)
+        if piece == 0:
+            recorded.take(given)
         ctx.recorded, ctx.piece, ctx.turn = recorded, piece, recorded.turn
-        return output if piece == recorded.last else given.new_empty(0)
+        return recorded.play_forward() if piece == recorded.last else given.new_empty(0)
 
     @staticmethod
     @once_differentiable

@@ -45,11 +45,19 @@ def _pass_on(number: int, stream: Tensor, added: Tensor | None) -> tuple[Tensor,
     return stream, added
 
 
-def pass_through(blocks: Iterable[nn.Module], stream: Tensor, *, before: Border = _pass_on, **arguments: Any) -> Tensor:
+def pass_through(
+    blocks: Iterable[nn.Module],
+    stream: Tensor,
+    *,
+    before: Border = _pass_on,
+    gathered: bool = False,
+    **arguments: Any,
+) -> Tensor:
     """What the blocks make of the stream (batch, length, hidden), each called with `arguments`.
 
-    Each is called as a module unless all of them can be joined. `before` is given the number of each block and what
-    goes into it, the stream and what is to be added to it (None: nothing), and gives the same tensors or views of them.
+    Each is called as a module, and adds to the stream itself, unless all of them can be joined. `before` is given the
+    number of each block and what goes into it, the stream and what is to be added to it (None: nothing), and gives the
+    same tensors or views of them. `gathered`: sharded blocks are whole, and FSDP2 need not see them called.
     """
     blocks = list(blocks)
     if not all(map(_can_be_joined, blocks)):
@@ -60,7 +68,7 @@ def pass_through(blocks: Iterable[nn.Module], stream: Tensor, *, before: Border 
     with running_sum() as sums:
         for number, block in enumerate(blocks):
             stream, added = before(number, stream, added)
-            if is_watched(block):  # by FSDP2
+            if is_watched(block) and not gathered:  # by FSDP2
                 stream, added = block(stream, added=added, joined=True, **arguments)
             else:
                 stream, added = block.mix(stream, added, **arguments)

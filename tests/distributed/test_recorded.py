@@ -1,4 +1,4 @@
-"""DDP round blocks that are recorded in CUDA graphs: two processes of the command line, with accumulation and clipping.
+"""DDP and FSDP2 round blocks that are recorded in CUDA graphs: two processes of the command line, with accumulation and clipping.
 
 On a CPU with what stands in the place of graphs, on two GPUs with graphs.
 """
@@ -29,10 +29,11 @@ training: {{max_steps: 6, save_steps: 3, eval_steps: 2, eval_strategy: steps, lo
 MORE = {"mamba": "", "mamba2": ", head_dim: 16"}
 
 
-def train(folder: Path, name: str, module: str, *options: str, on_gpu: bool) -> list[dict[str, Any]]:
+def train(folder: Path, name: str, module: str, *options: str, on_gpu: bool, sharded: bool) -> list[dict[str, Any]]:
     """Two processes; the lines of metrics.jsonl."""
     path = os.pathsep.join([str(TESTS), str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment["SSM_TUNE_SHARDED"] = str(sharded)
     if not on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = (*TORCHRUN, "-m", module, "sft", "x.yaml", f"training.output_dir={name}", *options)
@@ -41,12 +42,12 @@ def train(folder: Path, name: str, module: str, *options: str, on_gpu: bool) -> 
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def check(folder: Path, kind: str, on_gpu: bool) -> None:
+def check(folder: Path, kind: str, *, on_gpu: bool, sharded: bool) -> None:
     rows = [{"prompt": f"{n} and one is ", "completion": str(n + 1) * (1 + n % 5)} for n in range(400)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "x.yaml").write_text(RECIPE.format(kind=kind, more=MORE[kind]))
-    plain = train(folder, "plain", "ssm_tune", "kernels.graphs=false", on_gpu=on_gpu)
-    recorded = train(folder, "recorded", "recorded", "kernels.graphs=true", on_gpu=on_gpu)
+    plain = train(folder, "plain", "ssm_tune", "kernels.graphs=false", on_gpu=on_gpu, sharded=sharded)
+    recorded = train(folder, "recorded", "recorded", "kernels.graphs=true", on_gpu=on_gpu, sharded=sharded)
     # Of 12 micro-batches the first is computed the usual way, and three blocks are three pieces.
     assert [(folder / f"pieces-{rank}").read_text() for rank in (0, 1)] == ["33", "33"]
     tolerance = 1e-4 if on_gpu else 1e-5
@@ -58,12 +59,14 @@ def check(folder: Path, kind: str, on_gpu: bool) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    check(tmp_path, "mamba2", on_gpu=False)
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes(tmp_path: Path, sharded: bool) -> None:
+    check(tmp_path, "mamba2", on_gpu=False, sharded=sharded)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-def test_two_gpus(tmp_path: Path, kind: str) -> None:
-    check(tmp_path, kind, on_gpu=True)
+def test_two_gpus(tmp_path: Path, kind: str, sharded: bool) -> None:
+    check(tmp_path, kind, on_gpu=True, sharded=sharded)
