@@ -12,6 +12,8 @@ import triton.language as tl
 
 from ssm_tune.kernels.triton_ssd_common import read_tokens, write_tokens
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
 def read_gradients_kernel(
@@ -120,7 +122,8 @@ def chunk_gradients_kernel(
         if HAS_D and not WIDE_D:
             same = tl.where(place[:, None] == place[None, :], agreement, 0.0)
             tl.store(by_skip + tokens, tl.sum(same, axis=1))
-        weights = tl.where(seen, tl.exp(decays[None, :] - decays[:, None]), 0.0)
+        binary = decays * _LOG2_E
+        weights = tl.where(seen, tl.exp2(binary[None, :] - binary[:, None]), 0.0)
         agreement *= weights
         pairs += agreement * steps[:, None]
         mixing = tl.dot(b, tl.trans(c), input_precision=PRECISION)
@@ -137,18 +140,23 @@ def chunk_gradients_kernel(
                 values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
             tile = of_chunk * state_dims * head_dims
             dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
-            arriving = tl.dot(b, dstate, input_precision=PRECISION) * reaching[:, None]
+            arriving = tl.dot(b, dstate, input_precision=PRECISION)
             brought += tl.sum(arriving * values.to(tl.float32), axis=1)
-            dvalues = tl.dot(mixing, slope, acc=arriving, input_precision=PRECISION) * steps[:, None]
-            if HAS_D:
+            dvalues = (
+                tl.dot(mixing, slope, acc=arriving * reaching[:, None], input_precision=PRECISION) * steps[:, None]
+            )
+            if WIDE_D:
                 skip = tl.load(D + head * D_head + p * D_channel, mask=some, other=0.0)
                 dvalues += skip[None, :] * slope.to(tl.float32)
+            elif HAS_D:
+                dvalues += tl.load(D + head * D_head) * slope.to(tl.float32)
             write_tokens(dx + head * dx_head, dvalues, place, p, remaining, head_dims, dx_token, EVEN)
             entering = (values.to(tl.float32) * (reaching * steps)[:, None]).to(values.dtype)
             total_B = tl.dot(entering, tl.trans(dstate), acc=total_B, input_precision=PRECISION)
             if WIDE_D:
                 skipped = tl.sum(slope.to(tl.float32) * values.to(tl.float32), axis=0)
                 tl.store(by_skip + of_chunk * head_dims + p, skipped, mask=some)
+        brought *= reaching
         tl.store(sent + tokens, brought)
         tl.store(by_step + tokens, brought + direct)
     total_B = tl.dot(pairs.to(b.dtype), c, acc=total_B, input_precision=PRECISION)
