@@ -64,7 +64,7 @@ struct Preparing {
 struct Lane {
   unsigned thread, index, warp, q, column;
 
-  __device__ __forceinline__ Lane(unsigned given) : thread(anew(given)) {
+  __device__ __forceinline__ explicit Lane(unsigned given) : thread(anew(given)) {
     index = thread % 32, warp = thread / 32, q = index / 8, column = warp * 8 + index % 8;
   }
   // Its states in a tensor of (rows, dim, STATES).
@@ -72,6 +72,28 @@ struct Lane {
     return ((long long)row * dim + first_channel + column) * STATES + q * S;
   }
 };
+
+// Where it reads and writes of a tile, its first token's: bytes of the shared memory.
+struct Places {
+  unsigned before;        // the state before the second segment of a chunk
+  unsigned step, wide, sums;
+  unsigned channel_sums;  // of the even tokens, or of the odd ones
+
+  __device__ __forceinline__ Places(const Lane& lane) {
+    const unsigned odd = lane.index / 4 % 2, m = lane.index % 4;
+    const unsigned number = S < 4 ? m * STATES : m / 2 * STATES + m % 2 * 2;
+    before = anew(lane.thread * (unsigned)sizeof(States));
+    step = anew(4 * (lane.warp * LINE + place_in_line(lane.column, lane.warp)));
+    wide = anew(4 * lane.q * S);
+    sums = anew(4 * (lane.q * CHANNELS + place_in_sums(lane.column, lane.q)));
+    channel_sums = anew(4 * (odd * WARPS * LINE + lane.warp * LINE + ((number + lane.q * S) ^ turn_in_line(odd))));
+  }
+};
+
+template <typename Type>
+__device__ __forceinline__ Type* bytes_on(Type* begin, unsigned bytes) {
+  return reinterpret_cast<Type*>(reinterpret_cast<unsigned char*>(begin) + bytes);
+}
 
 // total += a b of a warp. In float32 what TF32 cuts off counts as well.
 __device__ __forceinline__ void accumulate(float (&total)[4], const float (&a)[4], float b0, float b1) {
@@ -132,18 +154,15 @@ struct PairSums {
     }
   }
 
-  // To a warp's lines of the even token.
-  __device__ __forceinline__ void put(float* lines, unsigned lane) const {
-    const unsigned odd = lane / 4 % 2, m = lane % 4, turn = turn_in_line(odd);
-    float* line = lines + odd * WARPS * LINE;
-    if (S < 4 && m >= 2) return;
+  // To the place of the token.
+  __device__ __forceinline__ void put(float* to, unsigned lane) const {
+    if (S < 4 && lane % 4 >= 2) return;
 #pragma unroll
     for (int part = 0; part < ChannelSums::PARTS; ++part) {
-      const unsigned place = S < 4 ? m * STATES + lane / 8 * S : m / 2 * STATES + lane / 8 * S + 4 * part + m % 2 * 2;
       if (S == 1) {
-        line[place ^ turn] = sums[part].v[0];
+        to[0] = sums[part].v[0];
       } else {
-        *reinterpret_cast<Float2*>(line + (place ^ turn)) = sums[part];
+        *reinterpret_cast<Float2*>(to + 4 * part) = sums[part];
       }
     }
   }
@@ -159,13 +178,12 @@ __device__ __forceinline__ float sum_states(const float (&v)[GROUP], unsigned q)
 
 // A segment, from its token `first` of the tile; `slot`: of the state before it.
 template <bool STARTS>
-__device__ __forceinline__ void back_segment(States& dh, States& dA, const States& A, Shared& shared, int slot,
-                                             const Lane& lane, int first, unsigned starts) {
+__device__ __forceinline__ void back_segment(States& dh, States& dA, const States& A, Shared& shared, const Lane& lane,
+                                             const Places& places, int slot, int first, unsigned starts) {
   States decay[SEGMENT], h[SEGMENT];
-  const States* before = &shared.before[slot][lane.thread];
-  float* lines = shared.lines[first][lane.warp];
-  const float* steps = lines + place_in_line(lane.column, lane.warp);
-  const float* wide = shared.wide + first * BC + lane.q * S;
+  const States* before = bytes_on(&shared.before[slot][0], places.before);
+  const float* steps = bytes_on(&shared.lines[first][0][0], places.step);
+  const float* wide = bytes_on(shared.wide + first * BC, places.wide);
   {
     States state = *before;
 #pragma unroll
@@ -211,21 +229,23 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
       if (k % 2 == 0) pairs[k / 2].take(sums[0], sums[1], lane.index);
     }
     // All lanes have read their steps.
-    float* to = &shared.sums[0][first + group + lane.q][place_in_sums(lane.column, lane.q)];
+    float* to = bytes_on(&shared.sums[0][first + group][0], places.sums);
     to[0] = sum_states(Bdh, lane.q), to[TILE * CHANNELS] = sum_states(Ag, lane.q);
     to[2 * TILE * CHANNELS] = sum_states(Ch, lane.q);
     warp_barrier();
 #pragma unroll
-    for (int k = 0; k < GROUP; k += 2) pairs[k / 2].put(lines + (group + k) * WARPS * LINE, lane.index);
+    for (int k = 0; k < GROUP; k += 2) {
+      pairs[k / 2].put(bytes_on(&shared.lines[first + group + k][0][0], places.channel_sums), lane.index);
+    }
   }
 }
 
 // A segment forward.
 template <bool STARTS>
-__device__ __forceinline__ void forth_segment(States& h, const States& A, const Shared& shared, const Lane& lane,
+__device__ __forceinline__ void forth_segment(States& h, const States& A, Shared& shared, const Places& places,
                                               int first, unsigned starts) {
-  const float* steps = shared.lines[first][lane.warp] + place_in_line(lane.column, lane.warp);
-  const float* wide = shared.wide + first * BC + lane.q * S;
+  const float* steps = bytes_on(&shared.lines[first][0][0], places.step);
+  const float* wide = bytes_on(shared.wide + first * BC, places.wide);
 #pragma unroll
   for (int i = 0; i < SEGMENT; ++i) {
     const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * LINE);
@@ -271,19 +291,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   auto kept_before = [&](int chunk, const Lane& lane) {
     return given.kept + lane.states(row * chunks + chunk, given.dim, first_channel);
   };
-  auto prefetch = [&](int tile, bool back) {
+  // Copies a tile; `back`: with what only the way back needs, and before a chunk's first tile with the state before it.
+  auto prefetch = [&](int tile, bool back, bool begins_chunk) {
     const Preparing my(thread);
     slot ^= 1;
     Vector(&raw)[4][THREADS] = shared.raw[slot];
     const int token = tile + (int)my.token;
     const bool valid = token < length && first_channel + (int)my.place < given.dim;
-    copy_later<BYTES>(&raw[0][my.thread], begins.at(0, given.x.token, token, my.four), valid);
-    copy_later<BYTES>(&raw[1][my.thread], begins.at(1, given.dt.token, token, my.four), valid);
-    if (back) copy_later<BYTES>(&raw[2][my.thread], begins.at(5, given.dy.token, token, my.four), valid);
-    if (HAS_Z && back) copy_later<BYTES>(&raw[3][my.thread], begins.at(2, given.z.token, token, my.four), valid);
-    copy_BC(shared.raw_BC, begins, 3, given.B.token, given.C.token, tile, length, back, my.thread);
+    const Vector *x = begins.at(0, given.x.token, token, my.four), *dt = begins.at(1, given.dt.token, token, my.four);
+    const Vector *dy = begins.at(5, given.dy.token, token, my.four), *z = begins.at(2, given.z.token, token, my.four);
+    const BCPart BC_part(begins, 3, given.B.token, given.C.token, tile, my.thread);
+    copy_later<BYTES>(&raw[0][my.thread], x, valid);
+    copy_later<BYTES>(&raw[1][my.thread], dt, valid);
+    if (back) copy_later<BYTES>(&raw[2][my.thread], dy, valid);
+    if (HAS_Z && back) copy_later<BYTES>(&raw[3][my.thread], z, valid);
+    BC_part.copy(shared.raw_BC, tile, length, back, my.thread);
     copy_marks(&shared.marks[slot], given.marks, row, tile, length);
-    if (back && tile % CHUNK == 0) {  // in the place of the last segment's, which is done or is not
+    if (back && begins_chunk) {  // in the place of the last segment's, which is done or is not
       const Lane lane(thread);
       const bool active = first_channel + (int)lane.column < given.dim;
       const float* kept = kept_before(tile / CHUNK, lane);
@@ -387,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     }
   };
 
-  prefetch((chunks - 1) * CHUNK, false);
+  prefetch((chunks - 1) * CHUNK, false, true);
   for (int chunk = chunks - 1; chunk >= 0; --chunk) {
     const int begin = chunk * CHUNK, tiles = ((length - begin < CHUNK ? length - begin : CHUNK) + TILE - 1) / TILE;
     States h = no_states();
@@ -402,23 +426,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       prepare(marks, false);
       __syncthreads();
       if (k + 1 < tiles) {
-        prefetch(begin + (k + 1) * TILE, false);
+        prefetch(begin + (k + 1) * TILE, false, false);
       } else {
-        prefetch(begin + k * TILE, true);
+        prefetch(begin + k * TILE, true, k == 0);
       }
       const Lane lane(thread);
+      const Places places(lane);
 #pragma unroll 1
       for (int segment = 2 * k; segment < 2 * k + 2 && segment < 2 * tiles - 1; ++segment) {
         const int first = segment % 2 * SEGMENT;
         const unsigned starts = marks.starts >> first & 0xffu;
-        if (segment) shared.before[segment - 1][lane.thread] = h;
+        if (segment) *bytes_on(&shared.before[segment - 1][0], places.before) = h;
         if (starts) {
-          forth_segment<true>(h, A, shared, lane, first, starts);
+          forth_segment<true>(h, A, shared, places, first, starts);
         } else {
-          forth_segment<false>(h, A, shared, lane, first, 0u);
+          forth_segment<false>(h, A, shared, places, first, 0u);
         }
       }
-      if (k + 1 == tiles) shared.before[2 * k][lane.thread] = h;
+      if (k + 1 == tiles) *bytes_on(&shared.before[2 * k][0], places.before) = h;
       __syncthreads();
     }
 #pragma unroll 1
@@ -429,19 +454,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       prepare(marks, true);
       __syncthreads();
       if (k) {
-        prefetch(tile - TILE, true);
+        prefetch(tile - TILE, true, k == 1);
       } else if (chunk) {
-        prefetch(begin - CHUNK, false);
+        prefetch(begin - CHUNK, false, true);
       }
       const Lane lane(thread);
+      const Places places(lane);
 #pragma unroll 1
       for (int segment = 2 * k + 1; segment >= 2 * k; --segment) {
         const int first = segment % 2 * SEGMENT, before = segment ? segment - 1 : SEGMENTS - 2;
         const unsigned starts = marks.starts >> first & 0xffu;
         if (starts) {
-          back_segment<true>(dh, dA, A, shared, before, lane, first, starts);
+          back_segment<true>(dh, dA, A, shared, lane, places, before, first, starts);
         } else {
-          back_segment<false>(dh, dA, A, shared, before, lane, first, 0u);
+          back_segment<false>(dh, dA, A, shared, lane, places, before, first, 0u);
         }
       }
       __syncthreads();

@@ -127,8 +127,9 @@ struct Marks {
 };
 
 // Copies those of the tile that begins with token `first`, every thread for itself: 32 bits a tile, starts below padding.
-__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* marks, int row, int first, int length) {
-  if (marks) copy_later<4>(to, marks + (long long)row * ((length + TILE - 1) / TILE) + first / TILE, true);
+__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* marks, int row, unsigned first,
+                                           unsigned length) {
+  if (marks) copy_later<4>(to, marks + ((long long)row * ((length + TILE - 1) / TILE) + first / TILE), true);
 }
 
 __device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) {
@@ -137,19 +138,31 @@ __device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) 
   return marks;
 }
 
-// Copies B and C, tensors number `which` and the next, of a tile, every thread some; C only if `both`.
-template <int N>
-__device__ __forceinline__ void copy_BC(Vector* to, const Begins<N>& begins, unsigned which, int B_token, int C_token,
-                                        int first, int length, bool both, unsigned thread) {
+// Where a thread's part of B and C, tensors number `which` and the next, of a tile begins.
+struct BCPart {
+  const Vector* from[BC_TURNS];
+
+  template <int N>
+  __device__ __forceinline__ BCPart(const Begins<N>& begins, unsigned which, int B_token, int C_token, int first,
+                                    unsigned thread) {
 #pragma unroll
-  for (int turn = 0; turn < BC_TURNS; ++turn) {
-    const unsigned i = thread + turn * THREADS, part = i % (2 * S);
-    const int token = first + (int)(i / (2 * S));
-    if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
-    const Vector* from = begins.at(which + part / S, part < S ? B_token : C_token, token, part % S);
-    copy_later<BYTES>(to + i, from, token < length && (both || part < S));
+    for (int turn = 0; turn < BC_TURNS; ++turn) {
+      const unsigned i = thread + turn * THREADS, part = i % (2 * S);
+      const int token = first + (int)(i / (2 * S));
+      from[turn] = begins.at(which + part / S, part < S ? B_token : C_token, token, part % S);
+    }
   }
-}
+
+  // Copies it; C only if `both`.
+  __device__ __forceinline__ void copy(Vector* to, int first, int length, bool both, unsigned thread) const {
+#pragma unroll
+    for (int turn = 0; turn < BC_TURNS; ++turn) {
+      const unsigned i = thread + turn * THREADS, part = i % (2 * S);
+      if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
+      copy_later<BYTES>(to + i, from[turn], first + (int)(i / (2 * S)) < length && (both || part < S));
+    }
+  }
+};
 
 // What `copy_BC` copied for this thread, as float32 for all; zero for padding.
 __device__ __forceinline__ void widen_BC(float* to, const Vector* from, unsigned padding, unsigned thread) {

@@ -84,10 +84,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
   __syncthreads();
   auto prefetch = [&](int tile) {
     bool valid = here && tile + mine < end;
-    copy_later<BYTES>(&raw[0][thread], begins.at(0, given.x.token, tile + mine, thread % 8), valid);
-    copy_later<BYTES>(&raw[1][thread], begins.at(1, given.dt.token, tile + mine, thread % 8), valid);
-    if (HAS_Z) copy_later<BYTES>(&raw[2][thread], begins.at(2, given.z.token, tile + mine, thread % 8), valid);
-    copy_BC(raw_BC, begins, 3, given.B.token, given.C.token, tile, end, true, thread);
+    const int token = tile + (int)mine;
+    const Vector *x = begins.at(0, given.x.token, token, thread % 8), *z = begins.at(2, given.z.token, token, thread % 8);
+    const Vector* dt = begins.at(1, given.dt.token, token, thread % 8);
+    const BCPart BC_part(begins, 3, given.B.token, given.C.token, tile, thread);
+    copy_later<BYTES>(&raw[0][thread], x, valid);
+    copy_later<BYTES>(&raw[1][thread], dt, valid);
+    if (HAS_Z) copy_later<BYTES>(&raw[2][thread], z, valid);
+    BC_part.copy(raw_BC, tile, end, true, thread);
     copy_marks(all_marks + tile / TILE % 2, given.marks, row, tile, length);
   };
 
