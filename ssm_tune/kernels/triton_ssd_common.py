@@ -8,9 +8,9 @@ token, and `decay` the sum of step * A up to it, itself included (Mamba-2, secti
     y_i    = sum over j <= i of exp(decay_i - decay_j) step_j (C_i B_j) x_j + exp(decay_i) C_i state + D x_i
     state' = exp(decay_last) state + sum over j of exp(decay_last - decay_j) step_j B_j x_j
 
-Documents are the numbers (batch, length) of `ssm_tune.kernels.documents`. Tokens of a chunk see each other, and the
-state before it, and enter the state after it, where numbers are equal: the state before a chunk is of the document of
-the token before it (of the row's first token for the first chunk), that after it of its last token's.
+Documents are the numbers (batch, length) of `ssm_tune.kernels.documents`, from which follows how far each token sees
+back (`find_reach`): to the places of its chunk from `reach` on, and to the state before the chunk where it is -1. The
+state after a chunk is that of its last token's document.
 """
 
 from __future__ import annotations
@@ -99,20 +99,6 @@ def write_tokens(pointer, values, place, columns, remaining, width, token_stride
         tl.store(pointer + tile, values, mask=inside)
 
 
-@triton.jit
-def numbers_of_chunk(number, row, chunk, length, CHUNK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
-    """The documents of a chunk's tokens, of the token before it, and of its last."""
-    if HAS_DOCUMENTS:
-        number += row * length
-        first, end = chunk * CHUNK, length - 1
-        own = tl.load(number + tl.minimum(first + tl.arange(0, CHUNK), end))
-        before = tl.load(number + tl.maximum(first - 1, 0))
-        last = tl.load(number + tl.minimum(first + CHUNK - 1, end))
-    else:
-        own, before, last = 0, 0, 0
-    return own, before, last
-
-
 def prepare_steps(
     dt: Tensor,
     A: Tensor,
@@ -156,23 +142,9 @@ def find_reach(number: Tensor) -> Tensor:
     return reach
 
 
-@triton.jit
-def advance_state(
-    state, x, B, step, decay, total, own, before, last, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """The state (state, head_dim), float32, after a chunk with x (CHUNK, head_dim) and B (CHUNK, state)."""
-    weight = tl.exp(total - decay) * step
-    through = tl.exp(total)
-    if HAS_DOCUMENTS:
-        weight = tl.where(own == last, weight, 0.0)
-        through = tl.where(before == last, through, 0.0)
-    entering = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
-    return tl.dot(tl.trans(B), entering, acc=state * through, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=["length", "heads", "chunks"])
 def states_kernel(
-    x, B, step, decay, number, initial, states, length, heads, chunks, heads_of_group, head_dims, state_dims,
+    x, B, step, decay, reach, initial, states, length, heads, chunks, heads_of_group, head_dims, state_dims,
     x_row, x_token, x_head, B_row, B_token, B_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -196,13 +168,16 @@ def states_kernel(
         remaining = length - chunk * CHUNK
         values = read_tokens(x, place, p, remaining, head_dims, x_token, EVEN)
         b = read_tokens(B, place, n, remaining, state_dims, B_token, EVEN)
-        own, before, last = numbers_of_chunk(number, row, chunk, length, CHUNK, HAS_DOCUMENTS)
+        steps, decays = tl.load(step + place), tl.load(decay + place)
         total = tl.load(decay + CHUNK - 1)
+        weight, through = tl.exp(total - decays) * steps, tl.exp(total)
+        if HAS_DOCUMENTS:
+            last = tl.load(reach + (row * chunks + chunk) * CHUNK + CHUNK - 1)
+            weight = tl.where(place >= last, weight, 0.0)
+            through = tl.where(last < 0, through, 0.0)
         tl.store(states + tile, state.to(x.dtype.element_ty), mask=inside)
-        state = advance_state(
-            state, values, b, tl.load(step + place), tl.load(decay + place), total, own, before, last,
-            HAS_DOCUMENTS, PRECISION,
-        )  # fmt: skip
+        entering = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
+        state = tl.dot(tl.trans(b), entering, acc=state * through, input_precision=PRECISION)
         x += CHUNK * x_token
         B += CHUNK * B_token
         step += CHUNK
@@ -219,14 +194,16 @@ def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, ini
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
     chunks = steps.step.shape[2]
-    sizes = block_sizes(head_dim, state, 64)
+    narrow = x.dtype == torch.float32 or state > 128
+    sizes = block_sizes(head_dim, state, 32 if narrow else 64)
     states = torch.empty((batch, heads, chunks, state, head_dim), dtype=x.dtype, device=x.device)
     with device_of(x):
         states_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
-            x, B, *steps, number, None if initial_state is None else initial_state.contiguous(), states,
+            x, B, *steps, None if number is None else find_reach(number),
+            None if initial_state is None else initial_state.contiguous(), states,
             length, heads, chunks, heads // groups, head_dim, state, *x.stride()[:3], *B.stride()[:3],
             CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), HAS_INITIAL=initial_state is not None,
-            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, **sizes,
+            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, num_stages=1 if narrow else 3, **sizes,
         )  # fmt: skip
     return states
 
