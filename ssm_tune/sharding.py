@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -170,6 +171,8 @@ def shard_model(model: nn.Module, sharding: Sharding, device: torch.device, *, b
     Raises:
         RecipeError: the processes do not divide into the config's replicas.
     """
+    # Blocks hand on views, of their input or of a product, and nobody changes these in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     family = family_of(base.config.model_type)
     compute = torch.bfloat16 if bf16 else None

@@ -31,11 +31,8 @@ class ResidualBlock:
         self, stream: Tensor, added: Tensor | None, joined: bool, **arguments: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The stream after this block, or, if joined, what `mix` gives."""
-        new, more = self.mix(stream, added, **arguments)
-        if not joined:
-            return new + more
-        # FSDP2 gives a module views of what goes in, and warns of views that come out.
-        return (new.clone() if added is None else new), more
+        stream, added = self.mix(stream, added, **arguments)
+        return (stream, added) if joined else stream + added
 
 
 Border = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

@@ -1,4 +1,5 @@
-"""DDP and FSDP2 round blocks that are recorded in CUDA graphs: two processes of the command line, with accumulation and clipping.
+"""DDP and FSDP2 round blocks that are recorded in CUDA graphs: two processes of the command line, with accumulation
+and clipping.
 
 On a CPU with what stands in the place of graphs, on two GPUs with graphs.
 """
