@@ -16,10 +16,8 @@ from ssm_tune.kernels.documents import find_documents
 from ssm_tune.kernels.fused_ssd_block import Functions, Marks, Settings, run_block
 from ssm_tune.kernels.triton_conv import convolve, convolve_backward, find_windows, refuse
 from ssm_tune.kernels.triton_gated_norm import WIDEST, normalise, normalise_backward
-from ssm_tune.kernels.triton_ssd import refuse_sizes
+from ssm_tune.kernels.triton_ssd import refuse_sizes, scan
 from ssm_tune.kernels.triton_ssd_backward import scan_backward
-from ssm_tune.kernels.triton_ssd_common import prepare_steps
-from ssm_tune.kernels.triton_ssd_forward import scan_forward
 
 
 def ssd_block(
@@ -85,8 +83,8 @@ def _scanned(
     marks: Marks,
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    steps = prepare_steps(dt, A, dt_bias, True, settings.dt_limit)
-    y, _ = scan_forward(x, B, C, D, steps, None if marks is None else marks[1], None, False)
+    number = None if marks is None else marks[1]
+    y, _ = scan(x, dt, A, B, C, D, dt_bias, number, None, True, settings.dt_limit)
     return (y if z is None else y * F.silu(z)), y
 
 
