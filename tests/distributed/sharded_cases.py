@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,21 +19,30 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from finished import stir
-from tiny import KINDS, tiny_model
+from sharded_models import (
+    CPU,
+    NAMES,
+    ONE_BY_ONE,
+    PAIRS,
+    adapted,
+    backward,
+    compare,
+    dist_folder,
+    five_blocks,
+    gradients,
+    make_model,
+    make_rows,
+    worst,
+)
+from sharded_training import moving, recorded, stepping
+from tiny import tiny_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ssm_tune.adapter import apply_adapter
 from ssm_tune.gradient_check import dead_parameters
-from ssm_tune.mixers import patch_model
-from ssm_tune.model import init_model
 from ssm_tune.peers import join
-from ssm_tune.recipe import AdapterSection, ModelSection, RecipeError
-from ssm_tune.sharded_checkpoints import load_model, load_optimizer, load_whole_optimizer, save_model, save_optimizer
-from ssm_tune.sharded_optimizer import step_on_shards
+from ssm_tune.recipe import RecipeError
 from ssm_tune.sharding import (
     Sharding,
     average_replicated,
@@ -42,93 +50,7 @@ from ssm_tune.sharding import (
     gather_state,
     replicated,
     shard_model,
-    split_groups,
 )
-
-CPU = torch.device("cpu")
-OWN = {
-    "mamba3": {"architecture": "mamba3", "dimensions": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}},
-    "h3": {"architecture": "h3", "dimensions": {"hidden_size": 32, "num_hidden_layers": 2}},
-    "samba": {
-        "architecture": "samba",
-        "dimensions": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48},
-    },
-}
-SWITCHES: dict[str, dict[str, Any]] = {
-    "zamba2, two shared blocks": {"num_mem_blocks": 2, "num_hidden_layers": 6, "layers_block_type": ["hybrid"] * 6},
-    "granitemoehybrid, experts": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
-NAMES = (*KINDS, *SWITCHES, *OWN)
-ONE_BY_ONE, PAIRS = Sharding(unit_bytes=1), Sharding(unit_bytes=80_000)  # blocks of `five_blocks` in a unit
-
-
-def make_model(name: str, **changes: Any) -> Any:
-    if name in OWN:
-        with torch.random.fork_rng(devices=[]):
-            return init_model(ModelSection(**OWN[name]), 300, seed=0, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = patch_model(tiny_model(name.partition(",")[0], **{**SWITCHES.get(name, {}), **changes}))
-    return model.train().requires_grad_(True)
-
-
-def five_blocks() -> Any:
-    return make_model("mamba", num_hidden_layers=5)
-
-
-def adapted(model: Any, **keys: Any) -> Any:
-    model = apply_adapter(model, AdapterSection(**{"r": 4, "targets": "all", **keys}), seed=0)
-    stir(model)
-    return model
-
-
-def make_rows() -> torch.Tensor:
-    return torch.randint(3, 290, (4, 24), generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """The mean over `rows`; rows are equally long, so that the mean of the ranks' means is the mean of all."""
-    model.train()
-    logits = model(input_ids=rows, use_cache=False).logits.float()
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
-
-
-def backward(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    loss = loss_of(model, rows)
-    loss.backward()
-    return loss.detach()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p.grad).float().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    assert set(ours) == set(theirs), set(ours) ^ set(theirs)
-    largest = max(tensor.norm() for tensor in theirs.values())
-    return max(float((ours[n] - g).norm() / g.norm().clamp(min=1e-4 * largest)) for n, g in theirs.items())
-
-
-def compare(model: Any, sharding: Sharding | None = None, *, bf16: bool = False, checkpointing: bool = False) -> Any:
-    """Relative differences of loss and gradients, sharded on half the rows each, from unsharded on all."""
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    reference, rows = copy.deepcopy(model), make_rows()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        expected = backward(reference, rows)
-    shard_model(model, sharding or Sharding(), CPU, bf16=bf16)
-    mine = rows.chunk(dist.get_world_size())[dist.get_rank()]
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loss = backward(model, mine)
-    average_replicated(replicated(model))
-    dist.all_reduce(loss)
-    loss /= dist.get_world_size()
-    return {"loss": float(abs(loss - expected) / expected), "gradients": worst(gradients(model), gradients(reference))}
-
-
-# -- cases ----------------------------------------------------------------------------------------------------------
 
 
 def wrapping(model: Any, sharding: Sharding) -> Any:
@@ -201,106 +123,6 @@ def clipping() -> Any:
     }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, sharded: bool) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        rows = make_rows()
-        loss = backward(model, rows.chunk(2)[dist.get_rank()] if sharded else rows)
-        if sharded:
-            average_replicated(replicated(model))
-            dist.all_reduce(loss)
-            loss /= 2
-        losses.append(float(loss))
-        optimizer.step()
-    return losses
-
-
-def adam(model: nn.Module, *, sharded: bool) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    flat = [p for p in trained if p.ndim < 2]
-    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}, {"params": flat}, {"params": []}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.0, fused=True)
-    if sharded:
-        split_groups(optimizer)
-        step_on_shards(optimizer)
-    return optimizer
-
-
-def stepping(kind: type[torch.optim.Optimizer], **keys: Any) -> Any:
-    """Three steps of an optimizer on DTensors and on their shards: where weights or state differ, or what kind they
-    are. One parameter gets its first gradient in the second step."""
-    kept = []
-    for on_shards in (False, True):
-        model = make_model("mamba")
-        shard_model(model, Sharding(), CPU, bf16=False)
-        optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2, **keys)
-        split_groups(optimizer)
-        if on_shards:
-            step_on_shards(optimizer)
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, make_rows().chunk(2)[dist.get_rank()])
-            average_replicated(replicated(model))
-            if step == 0:
-                model.get_input_embeddings().weight.grad = None
-            optimizer.step()
-        kept.append((dict(model.named_parameters()), get_optimizer_state_dict(model, optimizer)["state"]))
-    (weights, state), (other_weights, other_state) = kept
-    flat = [
-        {f"{name} {key}": value for name, of in tree.items() for key, value in of.items()}
-        for tree in (state, other_state)
-    ]
-    pairs = [(name, value, other_weights[name]) for name, value in weights.items()]
-    pairs += [(name, value, flat[1][name]) for name, value in flat[0].items()]
-    differing = [name for name, a, b in pairs if type(a) is not type(b) or not torch.equal(whole(a), whole(b))]
-    sharded = sum(isinstance(value, DTensor) for value in flat[1].values())
-    return {"differing": differing, "same names": flat[0].keys() == flat[1].keys(), "sharded": sharded}
-
-
-def order(model: nn.Module) -> list[str]:
-    trained = [(n, p.ndim < 2) for n, p in model.named_parameters() if p.requires_grad]
-    return [n for n, _ in sorted(trained, key=lambda pair: pair[1])]
-
-
-def moving(lora: bool) -> Any:
-    """Four steps unbroken; and two, a checkpoint, two more: from shards to shards, to one process, and the way back."""
-    make = (lambda: adapted(make_model("mamba"), train_also=["A_log", "D"])) if lora else (lambda: make_model("mamba"))
-    folder = Path(dist_folder())
-    plain = make()
-    unbroken = train(plain, adam(plain, sharded=False), 4, sharded=False)[2:]
-    one = make()
-    one_adam = adam(one, sharded=False)
-    train(one, one_adam, 2, sharded=False)
-    one_adam.zero_grad()
-    if dist.get_rank() == 0:
-        torch.save(one_adam.state_dict(), folder / "optimizer.pt")
-    dist.barrier()
-    found = {}
-    first = make()
-    shard_model(first, Sharding(), CPU, bf16=False)
-    first_adam = adam(first, sharded=True)
-    train(first, first_adam, 2, sharded=True)
-    save_model(first, folder)
-    save_optimizer(first, first_adam, folder)
-    for name in ("shards", "alone", "whole to shards"):
-        again, sharded = (one if name == "whole to shards" else make()), name != "alone"
-        if sharded:
-            shard_model(again, Sharding(), CPU, bf16=False)
-        again_adam = adam(again, sharded=sharded)
-        if name == "whole to shards":
-            load_whole_optimizer(again, again_adam, folder / "optimizer.pt", order(again))
-        else:
-            load_model(again, folder)
-            load_optimizer(again, again_adam, folder)
-        losses = train(again, again_adam, 2, sharded=sharded)
-        found[name] = max(abs(a - b) / b for a, b in zip(losses, unbroken, strict=True))
-    state = gather_state(first, trained_only=lora)
-    trained = {n: whole(p) for n, p in first.named_parameters() if p.requires_grad}
-    same = all(torch.equal(state[n], p) for n, p in trained.items()) if dist.get_rank() == 0 else not state
-    return {**found, "gathered": same}
-
-
 def quantised(storage: torch.dtype) -> Any:
     """QLoRA: packed weights stored as floats are sharded (what a GPU gets), those stored as bytes stay whole."""
     from unittest.mock import patch
@@ -336,13 +158,6 @@ def quantised(storage: torch.dtype) -> Any:
         "loss": float(abs(loss / 2 - expected) / expected),
         "gradients": worst(gradients(model), gradients(twin)),
     }
-
-
-def dist_folder() -> str:
-    """A fresh folder that all ranks know."""
-    box = [tempfile.mkdtemp(dir=sys.argv[1]) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return box[0]
 
 
 def dead() -> Any:
@@ -407,6 +222,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "stepping rmsprop": lambda: stepping(torch.optim.RMSprop, momentum=0.9),
     "stepping adagrad": lambda: stepping(torch.optim.Adagrad),
     "stepping sgd": lambda: stepping(torch.optim.SGD, momentum=0.9),
+    "recorded full": lambda: recorded(five_blocks()),
+    "recorded lora": lambda: recorded(adapted(five_blocks())),
     "moving full": lambda: moving(lora=False),
     "moving lora": lambda: moving(lora=True),
     "qlora floats": lambda: quantised(torch.float32),

@@ -19,7 +19,7 @@ KINDS_AND_SWITCHES = (*KINDS, "zamba2, two shared blocks", "granitemoehybrid, ex
 
 # What the default run tries; the rest is slow only because there is so much of it.
 QUICK = ("full mamba", "full zamba2", "bf16 mamba2", "precision", "clipping", "moving lora", "dead", "tied")
-QUICK += ("stepping fused", "units", "wrapping one", "wrapping pairs", "wrapping one by one")
+QUICK += ("stepping fused", "recorded full", "units", "wrapping one", "wrapping pairs", "wrapping one by one")
 
 
 def run_cases(folder: Path, cases: tuple[str, ...] = ()) -> dict[str, list[Any]]:
@@ -129,6 +129,15 @@ def test_an_optimizer_steps_on_shards_as_on_what_they_are_of(found: dict[str, li
         assert rank["differing"] == []
         assert rank["same names"]
         assert rank["sharded"] > 10
+
+
+@pytest.mark.parametrize("case", cases("recorded full", "recorded lora"))
+def test_recorded_blocks_are_gathered_and_their_gradients_averaged(found: dict[str, list[Any]], case: str) -> None:
+    for rank in found[case]:
+        assert rank["played"] == 3
+        assert not rank["moved"]
+        assert rank["loss"] < 1e-6
+        assert rank["gradients"] < 1e-5
 
 
 @pytest.mark.parametrize("case", cases("moving full", "moving lora"))
