@@ -178,11 +178,13 @@ class Arrangements(NamedTuple):
     chunk: Arrangement
 
 
-def arrangements_of(dtype: torch.dtype, state: int) -> Arrangements:
+def arrangements_of(dtype: torch.dtype, head_dim: int, state: int) -> Arrangements:
     """By what tiles take in shared memory and in registers."""
     if dtype == torch.float32 or state > 128:
         return Arrangements(Arrangement(32, 4, 1), Arrangement(32, 4, 1), Arrangement(32, 8, 1))
-    return Arrangements(Arrangement(64, 4, 2), Arrangement(64, 4, 2), Arrangement(64, 4, 1))
+    if head_dim > 64:
+        return Arrangements(Arrangement(64, 4, 2), Arrangement(64, 4, 1), Arrangement(64, 4, 1))
+    return Arrangements(Arrangement(64, 4, 2), Arrangement(64, 4, 2), Arrangement(64, 4, 2))
 
 
 def scan_backward(
@@ -244,7 +246,7 @@ def _state_gradients(
     batch, length, heads, head_dim = dy.shape
     groups, state = C.shape[2:]
     chunks = steps.step.shape[2]
-    arrangement = arrangements_of(dy.dtype, state).walk
+    arrangement = arrangements_of(dy.dtype, head_dim, state).walk
     sizes = block_sizes(head_dim, state, arrangement.head_dim)
     dstates = torch.empty((batch, heads, chunks, state, head_dim), dtype=dy.dtype, device=dy.device)
     dinitial = dy.new_empty((batch, heads, head_dim, state), dtype=torch.float32) if need_initial else None
@@ -290,7 +292,7 @@ def _chunk_gradients(
     by_step, read, mixed, sent = (torch.empty_like(steps.step) for _ in range(4))
     carried = torch.empty_like(steps.step[..., 0], memory_format=torch.contiguous_format)
     by_skip = None if D is None else steps.step.new_empty((batch, heads, chunks, head_dim if wide else CHUNK))
-    _, reads, pairs = arrangements_of(x.dtype, state)
+    _, reads, pairs = arrangements_of(x.dtype, head_dim, state)
     readers, mixers = (_parts(batch * chunks, heads // groups, groups, a.programs, x.device) for a in (reads, pairs))
     # Parts of dC are those of the kernel that reads states, then those of the other.
     parts_of_B = steps.step.new_empty((mixers.parts, batch, length, groups, state))

@@ -61,9 +61,12 @@ def read_gradients_kernel(
             total_C = tl.dot(faded, tl.trans(state), acc=total_C, input_precision=PRECISION)
             out = tl.dot(c, state, input_precision=PRECISION)
             read += tl.sum(out * slope.to(tl.float32), axis=1)
-            # The sum of all products is the trace of a matrix that the tensor cores make.
-            both = tl.dot(tl.trans(state), dstate, input_precision=PRECISION)
-            through += tl.sum(tl.where(p[:, None] == p[None, :], both, 0.0))
+            if HEAD_DIM >= 64:
+                # The sum of all products is the trace of a matrix that the tensor cores make.
+                both = tl.dot(tl.trans(state), dstate, input_precision=PRECISION)
+                through += tl.sum(tl.where(p[:, None] == p[None, :], both, 0.0))
+            else:
+                through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
         tl.store(by_decay + tokens, read * fading)
         tl.store(carried + of_chunk, through * kept)
     dC += part * dC_part + row * dC_row + group * dC_group + start * dC_token
