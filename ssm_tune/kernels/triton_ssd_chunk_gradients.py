@@ -145,9 +145,8 @@ def chunk_gradients_kernel(
             dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
             arriving = tl.dot(b, dstate, input_precision=PRECISION)
             brought += tl.sum(arriving * values.to(tl.float32), axis=1)
-            dvalues = (
-                tl.dot(mixing, slope, acc=arriving * reaching[:, None], input_precision=PRECISION) * steps[:, None]
-            )
+            dvalues = arriving * reaching[:, None]
+            dvalues = tl.dot(mixing, slope, acc=dvalues, input_precision=PRECISION) * steps[:, None]
             if WIDE_D:
                 skip = tl.load(D + head * D_head + p * D_channel, mask=some, other=0.0)
                 dvalues += skip[None, :] * slope.to(tl.float32)
