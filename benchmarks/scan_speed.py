@@ -175,19 +175,21 @@ def conv_runs(size: Size, seed: int, module: Any, seq_idx: Tensor | None) -> tup
 def conv_lines(size: Size) -> list[str]:
     """The causal convolution of the same size, ours and causal_conv1d's: forward and backward through autograd, and the
     kernels alone, since a slow processor may need longer for a call than the GPU."""
-    from ssm_tune.kernels import causal_conv1d_cuda, triton_conv
-
     lines, seq_idx = [], documents(size)
-    contestants = (("ours", triton_conv, seq_idx), ("ours", triton_conv, None))
-    for name, module, index in (*contestants, ("causal_conv1d", causal_conv1d_cuda, seq_idx)):
+    contestants = [(name, index) for name in ("cuda_conv", "triton_conv") for index in (seq_idx, None)]
+    for name, index in (*contestants, ("causal_conv1d_cuda", seq_idx)):
         what = f"{name}, {'one a row' if index is None else 'documents'}"
         try:
+            module = importlib.import_module(f"ssm_tune.kernels.{name}")
             pairs = [conv_runs(size, seed, module, index) for seed in (0, 1)]
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # no package; no NVRTC's GPU
             lines.append(f"{what}: {error}")
             continue
         times = [milliseconds([pair[i] for pair in pairs]) for i in (0, 1)]
-        lines.append(f"{what:28} {times[0]:10.3f} {times[1]:10.3f}")
+        lines.append(f"{what:30} {times[0]:10.3f} {times[1]:10.3f}")
+        if size.device == "cuda":
+            for direction, run in zip(("forward", "backward"), pairs[0], strict=True):
+                lines.append(f"  {direction}: " + "; ".join(kernel_times(run)))
     return lines
 
 
@@ -327,7 +329,7 @@ def main() -> None:
         sys.exit("scan_speed.py: needs a CUDA GPU (or, to try the script itself, TRITON_INTERPRET=1 and small sizes)")
     size = Size(arguments.batch, arguments.length, arguments.channels, arguments.states, device)
     if arguments.conv:
-        print(f"{'ms':28} {'forward':>10} {'backward':>10}")
+        print(f"{'ms':30} {'forward':>10} {'backward':>10}")
         print("\n".join(conv_lines(size)))
         return
     names = ("cuda",) if arguments.cuda else ("cuda", "triton") if device == "cuda" else ("triton",)

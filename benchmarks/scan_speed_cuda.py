@@ -16,10 +16,10 @@ class Cuda:
     """Our kernels in CUDA C++, forward and backward apart, sums over blocks included."""
 
     def __init__(self, given: Inputs, seq_idx: Tensor | None) -> None:
-        from ssm_tune.kernels import cuda_scan
+        from ssm_tune.kernels import cuda_scan, cuda_tokens
 
         self.module = cuda_scan
-        marks = None if seq_idx is None else cuda_scan.find_marks(seq_idx)
+        marks = None if seq_idx is None else cuda_tokens.find_marks(seq_idx)
         tokens, vectors = (
             (given[name] for name in ("x", "dt", "B", "C", "z")),
             (given[n] for n in ("A", "D", "dt_bias")),

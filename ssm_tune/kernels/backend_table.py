@@ -92,6 +92,7 @@ BACKENDS = (
     Backend("mamba3_scan", "reference", "mamba3_reference", cost=_TOKEN_BY_TOKEN),
     Backend("causal_conv1d", "numba", "cpu_conv", _CPU, "numba", _NUMBA),
     Backend("causal_conv1d", "causal_conv1d", "causal_conv1d_cuda", _CUDA, "causal_conv1d"),
+    Backend("causal_conv1d", "cuda", "cuda_conv", _CUDA, "torch"),
     Backend("causal_conv1d", "triton", "triton_conv", _CUDA, "triton", _TRITON),
     _hub("causal_conv1d", "causal_conv1d_cuda", HUB_CAUSAL_CONV1D),
     Backend("causal_conv1d", "gathered", "conv_gathered", cost="several passes over the row, about 5 times slower"),

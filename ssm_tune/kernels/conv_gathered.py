@@ -67,3 +67,15 @@ def visible_rows(seq_idx: Tensor, width: int) -> tuple[Tensor, Tensor]:
     ranks = ranks.clamp(max=places.shape[1] - 1)
     found = places.gather(1, ranks.flatten(1)).view_as(ranks)
     return found, document.gather(1, found.flatten(1)).view_as(found) == own_document[..., None]
+
+
+def remaining_rows(x: Tensor, seq_idx: Tensor | None, initial_state: Tensor | None, width: int) -> Tensor:
+    """The final state, (batch, dim, width - 1): a plain selection of rows, so that autograd knows its gradient."""
+    batch, length, dim = x.shape
+    state = x.new_zeros(batch, dim, width - 1) if initial_state is None else initial_state
+    if seq_idx is None:
+        last = x[:, max(0, length - (width - 1)) :].transpose(1, 2).to(state.dtype)
+        return torch.cat([state, last], dim=-1)[..., state.shape[-1] + last.shape[-1] - (width - 1) :]
+    places, seen = (part[:, -1, 1:].flip(1) for part in visible_rows(seq_idx, width))
+    rows = torch.cat([state.transpose(1, 2), x.to(state.dtype)], dim=1)
+    return rows.gather(1, places[..., None].expand(-1, -1, dim)).masked_fill(~seen[..., None], 0.0).transpose(1, 2)

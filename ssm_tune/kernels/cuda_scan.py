@@ -8,30 +8,33 @@ backward works. How it is laid out: `cuda/scan_common.cuh`; why: benchmarks/NOTE
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.cuda_tokens import (
+    ELEMENTS,
+    MOST_ROWS,
+    TILE,
+    aligned,
+    find_marks,
+    pointer,
+    structure,
+    tokens_of,
+    wide,
+)
 from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
-from ssm_tune.kernels.reference import starts_and_padding
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in scan_common.cuh.
-THREADS, CHANNELS, TILE, CHUNK, SEGMENT = 128, 32, 16, 96, 8
+THREADS, CHANNELS, CHUNK, SEGMENT = 128, 32, 96, 8
 STATES = (4, 8, 16, 32)
-_ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _BLOCKS = 4  # of a multiprocessor
-_MOST_ROWS = 65535  # of a grid
 _CAPABILITY = (8, 0)  # copies without waiting, TF32
-
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def selective_scan(
@@ -82,7 +85,7 @@ def selective_scan(
 def _check(given: list[Tensor], states: int) -> None:
     batch, _, dim = given[0].shape
     for tensor in given:
-        if tensor.dtype not in _ELEMENTS:
+        if tensor.dtype not in ELEMENTS:
             raise Unsupported(f"{tensor.dtype} is computed by the reference only")
     if given[0].is_cuda and torch.cuda.get_device_capability(given[0].device) < _CAPABILITY:
         raise Unsupported("needs a GPU of compute capability 8.0")
@@ -90,7 +93,7 @@ def _check(given: list[Tensor], states: int) -> None:
         raise Unsupported(f"{states} states, not one of {', '.join(map(str, STATES))}")
     if dim % 4:
         raise Unsupported(f"{dim} channels, no multiple of 4")
-    if batch > _MOST_ROWS or given[0].numel() == 0:
+    if batch > MOST_ROWS or given[0].numel() == 0:
         raise Unsupported(f"x is {tuple(given[0].shape)}")
 
 
@@ -113,7 +116,7 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         keep = any(ctx.needs_input_grad)
         row = _row(x, dt, B, C, z, A, D, dt_bias, marks, dt_softplus)
-        first = None if initial_state is None else _wide(initial_state)
+        first = None if initial_state is None else wide(initial_state)
         with device_of(x):
             y, kept, last = run_forward(row, first, keep)
         if keep:
@@ -130,8 +133,8 @@ class _Scan(torch.autograd.Function):
         *tensors, kept = ctx.saved_tensors
         row = _Row(*tensors, ctx.dt_softplus)
         with device_of(row.x):
-            dy = torch.zeros_like(row.x, memory_format=torch.contiguous_format) if dy is None else _aligned(dy)
-            dlast = None if dlast is None else _wide(dlast)
+            dy = torch.zeros_like(row.x, memory_format=torch.contiguous_format) if dy is None else aligned(dy)
+            dlast = None if dlast is None else wide(dlast)
             dz = None if row.z is None else ctx.gradient_of_z(row.z)
             wanted = row.z is not None and ctx.outputs.is_expected()
             y = torch.empty(row.x.shape, dtype=row.x.dtype, device=row.x.device) if wanted else None
@@ -181,19 +184,19 @@ class _Row(NamedTuple):
     def kernel(self, direction: str) -> Kernel:
         states = self.A.shape[1]
         shared = shared_bytes(states, self.x.element_size()) if direction == "backward" else 0
-        defines = {"STATES": states, "ELEMENT": _ELEMENTS[self.x.dtype], "HAS_Z": int(self.z is not None)}
-        files = ("intrinsics.cuh", "scan_common.cuh", f"scan_{direction}.cu")
+        defines = {"STATES": states, "ELEMENT": ELEMENTS[self.x.dtype], "HAS_Z": int(self.z is not None)}
+        files = ("intrinsics.cuh", "tokens.cuh", "scan_common.cuh", f"scan_{direction}.cu")
         defines |= {"SOFTPLUS": int(self.softplus), "SHARED_BYTES": shared}
         return compiled(f"scan_{direction}", files, defines, self.x.device, THREADS, shared)
 
     def common(self) -> dict[str, Any]:
         """The arguments that both kernels take."""
         names = ("x", "dt", "B", "C", "z")
-        return {name: _tokens(getattr(self, name)) for name in names} | {
-            "A": _pointer(self.A),
-            "D": _pointer(self.D),
-            "bias": _pointer(self.bias),
-            "marks": _pointer(self.marks),
+        return {name: tokens_of(getattr(self, name)) for name in names} | {
+            "A": pointer(self.A),
+            "D": pointer(self.D),
+            "bias": pointer(self.bias),
+            "marks": pointer(self.marks),
             "length": self.x.shape[1],
             "dim": self.x.shape[2],
         }
@@ -210,60 +213,20 @@ def shared_bytes(states: int, element_size: int) -> int:
     return before + lines + sums + wide + own + vectors + raw + pointers_and_marks
 
 
-def find_marks(seq_idx: Tensor) -> Tensor:
-    """(batch, tiles), int32: of every 16 tokens which are a document's first, in the lower half of the bits, and which
-    are padding. Without waiting for the device; kept as long as that very tensor lives unchanged."""
-    version = None if seq_idx.is_inference() else seq_idx._version
-    kept = _found.get(seq_idx)
-    if kept is not None and version is not None and kept[0] == version:
-        return kept[1]
-    batch, length = seq_idx.shape
-    starts, padding = (
-        F.pad(mask, (0, -length % TILE)).view(batch, -1, TILE)
-        for mask in starts_and_padding(seq_idx, batch, length, seq_idx.device)
-    )
-    bits = 1 << torch.arange(2 * TILE, device=seq_idx.device)
-    marks = (torch.cat([starts, padding], dim=-1) * bits).sum(-1).to(torch.int32)
-    if version is not None:
-        _found[seq_idx] = (version, marks)
-    return marks
-
-
-class _Tokens(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("row", ctypes.c_longlong), ("token", ctypes.c_int))
-
-
-def _structure(name: str, tokens: str, pointers: str, longs: str, ints: str) -> type[ctypes.Structure]:
-    kinds = ((tokens, _Tokens), (pointers, ctypes.c_void_p), (longs, ctypes.c_longlong), (ints, ctypes.c_int))
-    fields = [(field, kind) for names, kind in kinds for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-_Forward = _structure(
+_Forward = structure(
     "ForwardArguments",
     "x dt z B C y",
     "A D bias marks first kept last",
     "first_row first_piece",
     "length dim piece",
 )
-_Backward = _structure(
+_Backward = structure(
     "BackwardArguments",
     "x dt z B C dy dx ddt dz y",
     "A D bias marks kept dlast dBC dA dfirst dD dbias",
     "",
     "length dim",
 )
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _tokens(tensor: Tensor | None) -> _Tokens:
-    if tensor is None:
-        return _Tokens()
-    row, token, _ = tensor.stride()
-    return _Tokens(tensor.data_ptr(), row * tensor.element_size(), token * tensor.element_size())
 
 
 def _row(
@@ -278,25 +241,9 @@ def _row(
     marks: Tensor | None,
     softplus: bool,
 ) -> _Row:
-    tokens = [None if t is None else _aligned(t) for t in (x, dt, B, C, z)]
-    vectors = [None if t is None else _wide(t) for t in (A, D, dt_bias)]
+    tokens = [None if t is None else aligned(t) for t in (x, dt, B, C, z)]
+    vectors = [None if t is None else wide(t) for t in (A, D, dt_bias)]
     return _Row(*tokens, *vectors, marks, softplus)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor with channels side by side, every four of them at once readable; rows and tokens may be apart, as in
-    a part of a projection."""
-    row, token, channel = tensor.stride()
-    apart = (row if tensor.shape[0] > 1 else 0) | (token if tensor.shape[1] > 1 else 0)
-    if channel == 1 and apart % 4 == 0 and tensor.data_ptr() % (4 * tensor.element_size()) == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, contiguous, every four numbers at once readable."""
-    tensor = tensor.detach().float().contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def run_forward(row: _Row, first: Tensor | None, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,9 +253,9 @@ def run_forward(row: _Row, first: Tensor | None, keep: bool) -> tuple[Tensor, Te
     y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
     kept = row.A.new_empty((batch, row.chunks, *row.A.shape) if keep else (0,))
     last = row.A.new_empty(batch, *row.A.shape)
-    more = {"first": _pointer(first), "first_row": row.A.numel(), "piece": row.chunks * CHUNK}
+    more = {"first": pointer(first), "first_row": row.A.numel(), "piece": row.chunks * CHUNK}
     more |= {"kept": kept.data_ptr() if keep else None, "last": last.data_ptr()}
-    row.kernel("forward").launch((row.blocks, batch, 1), _Forward(y=_tokens(y), **row.common(), **more))
+    row.kernel("forward").launch((row.blocks, batch, 1), _Forward(y=tokens_of(y), **row.common(), **more))
     return y, kept, last
 
 
@@ -319,7 +266,7 @@ def _outputs_again(row: _Row, kept: Tensor) -> Tensor:
     chunks = -(-row.chunks // wanted)  # of a piece
     y = torch.empty(batch, length, dim, device=row.x.device, dtype=row.x.dtype)
     more = {"first": kept.data_ptr(), "first_row": kept.stride(0), "first_piece": chunks * kept.stride(1)}
-    arguments = _Forward(y=_tokens(y), **row.common(), **more, piece=chunks * CHUNK)
+    arguments = _Forward(y=tokens_of(y), **row.common(), **more, piece=chunks * CHUNK)
     with device_of(row.x):
         row.kernel("forward").launch((row.blocks, batch, -(-row.chunks // chunks)), arguments)
     return y
@@ -335,8 +282,8 @@ def run_backward(
     dBC = row.A.new_empty(row.blocks, batch, length, 2 * row.A.shape[1])
     dA, dfirst = (row.A.new_empty(batch, *row.A.shape) for _ in range(2))
     dD, dbias = (None if t is None else row.A.new_empty(batch, dim) for t in (row.D, row.bias))
-    outputs = {"dx": _tokens(dx), "ddt": _tokens(ddt), "dz": _tokens(dz), "dy": _tokens(dy), "y": _tokens(y)}
+    outputs = {"dx": tokens_of(dx), "ddt": tokens_of(ddt), "dz": tokens_of(dz), "dy": tokens_of(dy), "y": tokens_of(y)}
     pointers = {"kept": kept, "dlast": dlast, "dBC": dBC, "dA": dA, "dfirst": dfirst, "dD": dD, "dbias": dbias}
-    arguments = _Backward(**row.common(), **outputs, **{name: _pointer(t) for name, t in pointers.items()})
+    arguments = _Backward(**row.common(), **outputs, **{name: pointer(t) for name, t in pointers.items()})
     row.kernel("backward").launch((row.blocks, batch, 1), arguments)
     return dx, ddt, dBC[0] if row.blocks == 1 else dBC.sum(0), dA, dD, dbias, dfirst

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssm_tune.kernels.backends import Unsupported
-from ssm_tune.kernels.conv_gathered import visible_rows
+from ssm_tune.kernels.conv_gathered import remaining_rows, visible_rows
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.triton_conv_kernels import conv_kernel, conv_slope_kernel
@@ -52,7 +52,7 @@ def causal_conv1d(
     y = _Conv.apply(rows, weight, bias, windows, head, activation == "silu")
     if not return_final_state:
         return y
-    return y, _remaining(x, seq_idx, initial_state, width)
+    return y, remaining_rows(x, seq_idx, initial_state, width)
 
 
 def refuse(x: Tensor, weight: Tensor) -> None:
@@ -93,18 +93,6 @@ def _find_windows(seq_idx: Tensor, width: int, head: int) -> _Windows:
     tokens = torch.arange(length, device=seq_idx.device)[None, :, None].expand(batch, length, width)
     followers.scatter_(1, places.where(seen, head + length), tokens)
     return places.where(seen, -1).to(torch.int32).contiguous(), followers[:, :-1].to(torch.int32).contiguous()
-
-
-def _remaining(x: Tensor, seq_idx: Tensor | None, initial_state: Tensor | None, width: int) -> Tensor:
-    """The final state, (batch, dim, width - 1): a plain selection of rows, so that autograd knows its gradient."""
-    batch, length, dim = x.shape
-    state = x.new_zeros(batch, dim, width - 1) if initial_state is None else initial_state
-    if seq_idx is None:
-        last = x[:, max(0, length - (width - 1)) :].transpose(1, 2).to(state.dtype)
-        return torch.cat([state, last], dim=-1)[..., state.shape[-1] + last.shape[-1] - (width - 1) :]
-    places, seen = (part[:, -1, 1:].flip(1) for part in visible_rows(seq_idx, width))
-    rows = torch.cat([state.transpose(1, 2), x.to(state.dtype)], dim=1)
-    return rows.gather(1, places[..., None].expand(-1, -1, dim)).masked_fill(~seen[..., None], 0.0).transpose(1, 2)
 
 
 class _Conv(torch.autograd.Function):

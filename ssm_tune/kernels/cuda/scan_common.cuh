@@ -8,7 +8,7 @@
 // memory while the tile before is computed, does the arithmetic that is the same for all states (softplus, gates) on
 // them once, and leaves float32 for all. B and C are read by all channels.
 //
-// Given by the compiler's options: STATES (4, 8, 16, 32), ELEMENT (0 bfloat16, 1 float16, 2 float32), HAS_Z, SOFTPLUS.
+// Given by the compiler's options, beside those of tokens.cuh: STATES (4, 8, 16, 32), HAS_Z, SOFTPLUS.
 
 constexpr int WARPS = 4, THREADS = 128, CHANNELS = 32, TILE = 16, CHUNK = 96;
 constexpr int S = STATES / 4;
@@ -16,23 +16,6 @@ constexpr int BC = 2 * STATES;                 // B and C of a token, side by si
 constexpr int BC_VECTORS = TILE * BC / 4;      // fours of them in a tile
 constexpr int BC_TURNS = (BC_VECTORS + THREADS - 1) / THREADS;
 constexpr int BLOCKS = STATES <= 16 ? 4 : 2;   // wanted on a multiprocessor
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-
-#if ELEMENT == 2
-typedef Float4 Vector;
-typedef float Element;
-#else
-typedef Half4 Vector;
-typedef unsigned short Element;
-#endif
-constexpr int BYTES = sizeof(Vector);
-
-// A tensor of tokens: channels, or states, of each are side by side; rows and tokens are so many bytes apart.
-struct Tokens {
-  unsigned char* data;
-  long long row;
-  int token;
-};
 
 // Where a block's part of each of N tensors begins, by fours of its channels or of the states; in shared memory, since
 // registers for it are not free and working it out again for every tile takes longer.
@@ -53,35 +36,7 @@ struct Begins {
   }
 };
 
-__device__ __forceinline__ void unpack(const Vector& vector, float (&v)[4]) {
-#if ELEMENT == 2
-  for (int i = 0; i < 4; ++i) v[i] = vector.v[i];
-#elif ELEMENT == 1
-  v[0] = lower_half(vector.x), v[1] = upper_half(vector.x), v[2] = lower_half(vector.y), v[3] = upper_half(vector.y);
-#else
-  v[0] = from_bits(vector.x << 16), v[1] = from_bits(vector.x & 0xffff0000u);
-  v[2] = from_bits(vector.y << 16), v[3] = from_bits(vector.y & 0xffff0000u);
-#endif
-}
-
-__device__ __forceinline__ Vector pack(const float (&v)[4]) {
-  Vector vector;
-#if ELEMENT == 2
-  for (int i = 0; i < 4; ++i) vector.v[i] = v[i];
-#elif ELEMENT == 1
-  vector.x = pair_of_halves(v[0], v[1]), vector.y = pair_of_halves(v[2], v[3]);
-#else
-  vector.x = pair_of_bfloats(v[0], v[1]), vector.y = pair_of_bfloats(v[2], v[3]);
-#endif
-  return vector;
-}
-
-// What stands for padding: zeros, and a step before softplus that is none after it.
-__device__ __forceinline__ Vector nothing() {
-  const float zeros[4] = {0.f, 0.f, 0.f, 0.f};
-  return pack(zeros);
-}
-
+// A step before softplus that is none after it.
 __device__ __forceinline__ Vector no_step() {
   const float lowest = ELEMENT == 1 ? -65504.f : -3.3e38f;
   const float steps[4] = {lowest, lowest, lowest, lowest};
@@ -99,8 +54,6 @@ __device__ __forceinline__ States no_states() {
   for (int j = 0; j < S; ++j) states.v[j] = 0.f;
   return states;
 }
-
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E)); }
 
 // log(1 + e^x), and its slope. The series keeps small steps exact, where 1 + e^x rounds.
 __device__ __forceinline__ float softplus(float x, float* slope = nullptr) {

@@ -1,0 +1,142 @@
+// With g the gradient by the sums before the activation, of which the same sums are made again:
+//     dx_t = sum of weight_k g, over the tokens that see token t;  dweight_k = sum of g x;  dbias = sum of g.
+//
+// A token's dx is complete when WIDTH - 1 more real tokens of its document, or another document, have come: it is kept
+// beside the token until then. After its own tokens a warp goes on until its last is complete.
+
+struct BackwardArguments {
+  Tokens x, dy, dx;
+  const void *weight, *bias;  // bias may be null
+  const unsigned* marks;      // may be null
+  float *dweight, *dbias;     // (rows, blocks of tokens, dim, WIDTH) and (rows, blocks of tokens, dim)
+  int length, dim;
+};
+
+// The tokens before: their inputs, what their gradients are so far, and their places; -1: somebody else's.
+struct Window {
+  float x[OLD][4], dx[OLD][4];
+  int place[OLD];
+
+  __device__ __forceinline__ void put(int k, const Line& to, bool here) {
+    if (place[k] >= 0 && here) *to.at(place[k]) = pack(dx[k]);
+  }
+
+  // Nobody sees these tokens any more.
+  __device__ __forceinline__ void close(const Line& to, bool here) {
+#pragma unroll
+    for (int k = 0; k < OLD; ++k) put(k, to, here), place[k] = -1;
+    forget(x), forget(dx);
+  }
+
+  __device__ __forceinline__ void shift(const float (&new_x)[4], const float (&new_dx)[4], int new_place,
+                                        const Line& to, bool here) {
+    put(0, to, here);
+    remember(x, new_x), remember(dx, new_dx);
+#pragma unroll
+    for (int k = 0; k + 1 < OLD; ++k) place[k] = place[k + 1];
+    place[OLD - 1] = new_place;
+  }
+};
+
+struct Sums {
+  float weight[WIDTH][4], bias[4];
+};
+
+// A real token: to the gradients of those it sees, and, if it is this warp's own, to the sums.
+__device__ __forceinline__ void one_token(Window& window, Sums& sums, const Factors& factors, const float (&x)[4],
+                                          const float (&dy)[4], int token, bool own, const Line& to, bool here) {
+  float sum[4], slope[4], dx[4];
+  copy(slope, dy);
+#if SILU
+  factors.convolve(sum, window.x, x);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float open = sigmoid(sum[c]);
+    slope[c] *= open + sum[c] * open * (1.f - open);
+  }
+#endif
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    dx[c] = factors.weight[OLD][c] * slope[c];
+#pragma unroll
+    for (int k = 0; k < OLD; ++k) window.dx[k][c] += factors.weight[k][c] * slope[c];
+    if (NEED_WEIGHT && own) {
+      sums.bias[c] += slope[c];
+      sums.weight[OLD][c] += slope[c] * x[c];
+#pragma unroll
+      for (int k = 0; k < OLD; ++k) sums.weight[k][c] += slope[c] * window.x[k][c];
+    }
+  }
+  window.shift(x, dx, own ? token : -1, to, here);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const BackwardArguments given) {
+  const int warp = threadIdx.x / 32, row = blockIdx.z, length = given.length;
+  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * RUN;
+  const int end = length - begin > RUN ? begin + RUN : length;
+  const bool here = channel < given.dim;
+  const Factors factors(static_cast<const Weight*>(given.weight), static_cast<const Weight*>(given.bias), channel, here);
+  const Marks marks(given.marks, row, length);
+  const Line x(given.x, row, channel), dy(given.dy, row, channel), to(given.dx, row, channel);
+  Sums sums = {};
+  if (begin < length) {
+    Window window;
+#pragma unroll
+    for (int k = 0; k < OLD; ++k) window.place[k] = -1;
+    forget(window.dx);
+    look_back(window.x, x, marks, begin, here);
+    float now[GROUP][4], slopes[GROUP][4];
+#pragma unroll 1
+    for (int t = begin; t < end; t += GROUP) {
+      if (t + GROUP <= end && !marks.any(t)) {
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) read(now[i], x, t + i, here), read(slopes[i], dy, t + i, here);
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+          one_token(window, sums, factors, now[i], slopes[i], t + i, true, to, here);
+        }
+        continue;
+      }
+      for (int i = t; i < t + GROUP && i < end; ++i) {
+        const unsigned mark = marks.of(i);
+        if (is_padding(mark)) {
+          if (here) *to.at(i) = nothing();
+          continue;
+        }
+        if (is_start(mark)) window.close(to, here);
+        read(now[0], x, i, here), read(slopes[0], dy, i, here);
+        one_token(window, sums, factors, now[0], slopes[0], i, true, to, here);
+      }
+    }
+    for (int t = end, more = OLD; t < length && more > 0; ++t) {
+      const unsigned mark = marks.of(t);
+      if (is_padding(mark)) continue;
+      if (is_start(mark)) break;
+      --more;
+      read(now[0], x, t, here), read(slopes[0], dy, t, here);
+      one_token(window, sums, factors, now[0], slopes[0], t, false, to, here);
+    }
+    window.close(to, here);
+  }
+  if (!NEED_WEIGHT) return;
+  // Over the warps.
+  __shared__ float all[WARPS][CHANNELS * WIDTH], all_biases[WARPS][CHANNELS];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int mine = threadIdx.x % 32 * 4 + c;
+    all_biases[warp][mine] = sums.bias[c];
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) all[warp][mine * WIDTH + k] = sums.weight[k][c];
+  }
+  __syncthreads();
+  const long long part = (long long)row * gridDim.y + blockIdx.y;
+  const int first = blockIdx.x * CHANNELS, count = given.dim - first < CHANNELS ? given.dim - first : CHANNELS;
+  for (int i = threadIdx.x; i < count * WIDTH; i += THREADS) {
+    given.dweight[(part * given.dim + first) * WIDTH + i] = all[0][i] + all[1][i] + all[2][i] + all[3][i];
+  }
+  if (threadIdx.x < count) {
+    const int i = threadIdx.x;
+    given.dbias[part * given.dim + first + i] =
+        all_biases[0][i] + all_biases[1][i] + all_biases[2][i] + all_biases[3][i];
+  }
+}
