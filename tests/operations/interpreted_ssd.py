@@ -92,6 +92,9 @@ CASES: dict[str, Callable[[], None]] = {
     "part of a projection": lambda: scan(small(length=9), view=of_a_projection),
     # Not bfloat16: the interpreter multiplies matrices of its bits.
     "float16": lambda: scan(small(), dtype=torch.float16, tolerance=ROUNDED, wide=WIDE),
+    "float16, 64 channels at a time": lambda: scan(
+        small(batch=1, length=70, head_dim=40), dtype=torch.float16, tolerance=ROUNDED, wide=WIDE
+    ),
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),
     "block: documents": block,
