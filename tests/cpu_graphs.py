@@ -19,11 +19,18 @@ class Recorder:
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure, self.recorded, self.played, self.graphs = failure, 0, 0, 0
 
-    def __call__(self) -> Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]:
+    def __call__(self) -> Recorder:
         self.recorded += 1
         if self.failure is not None:
             raise self.failure
-        return self.capture
+        return self
+
+    def capture_parts(self, compute: Callable[[Callable[[], None]], Any]) -> tuple[Any, list[Callable[[], None]]]:
+        """The last part computes all."""
+        parts: list[Callable[[], None]] = []
+        result, play = self.capture(lambda: compute(lambda: None))
+        compute(lambda: parts.append(lambda: None))
+        return result, [*parts, play]
 
     def capture(self, compute: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         self.graphs += 1
@@ -41,7 +48,7 @@ class Recorder:
         return result, play
 
     def install(self, patch: pytest.MonkeyPatch) -> Recorder:
-        patch.setattr(recorded_blocks, "capture_into_one_memory", self)
+        patch.setattr(recorded_blocks, "OneMemory", self)
         patch.setattr(recorded_blocks, "warm_up", lambda compute: compute())
         patch.setattr(layer_graphs, "can_be_recorded", lambda device: True)
         return self

@@ -9,7 +9,7 @@ DistributedDataParallel's hooks do and the stream on which it was made, has a pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,11 @@ class Pieces:
         """The parameters that `backward` gives gradients for."""
         return list(self._parameters[piece].values())
 
-    def forward(self, hidden_states: Tensor, seq_idx: Tensor | None) -> Tensor:
-        """hidden_states, and the result: (batch, length, hidden). seq_idx: (batch, length) int32, -1 padding."""
+    def forward(
+        self, hidden_states: Tensor, seq_idx: Tensor | None, between: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """hidden_states, and the result: (batch, length, hidden). seq_idx: (batch, length) int32, -1 padding. `between`
+        is called after each piece but the last."""
         self._aliases = [
             [nn.Parameter(parameter.detach()) for parameter in piece.values()] for piece in self._parameters
         ]
@@ -68,6 +71,7 @@ class Pieces:
         def before(number: int, stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
             if number not in self._starts[1:]:
                 return stream, added
+            between()
             stream, added, edge = _cut(stream, added)
             edges.append(edge)
             return stream, added

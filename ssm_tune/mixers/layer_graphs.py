@@ -12,7 +12,8 @@ A graph keeps the memory of its activations for itself.
 Backward is one graph in a process by itself. Where processes exchange gradients it is several, of a few blocks each, so
 that gradients travel while those of the blocks before are computed. Every process records when it has seen its shape;
 one that cannot goes on without, and what it exchanges with the others stays the same. Of sharded blocks the weights are
-gathered into the same memory each time; those of all blocks are whole from the beginning of a batch.
+gathered into the same memory each time, which is not given back; forward is a graph for each unit, so that the next
+one's are gathered while it computes.
 """
 
 from __future__ import annotations

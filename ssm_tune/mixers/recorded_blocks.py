@@ -1,5 +1,7 @@
 """Blocks recorded as CUDA graphs, one forward and one for each piece of backward, and played as autograd's functions.
 
+Where the weights of a piece are gathered before it is computed, forward is a graph for each piece too.
+
 Each piece is a function of its own, so that autograd hands out the gradients of its parameters before it plays the
 next: DistributedDataParallel or FSDP2 send them meanwhile. All graphs share one memory; a piece is played after the
 ones after it, as it was recorded.
@@ -8,6 +10,7 @@ ones after it, as it was recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +26,10 @@ WARM_UP = 3
 Around = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
+def _nothing() -> None:
+    pass
+
+
 def _call(piece: int, play: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
     return play(given)
 
@@ -34,7 +41,7 @@ class RecordedBlocks:
         starts: numbers of the blocks with which the pieces of backward begin, ascending, from 0 on.
         hidden_states: (batch, length, hidden), a sample.
         seq_idx: (batch, length) int32, -1 padding, a sample; None: none is given later either.
-        around: calls what plays a piece forward, of the piece's number.
+        around: calls what plays a piece forward, of the piece's number. None: forward is played as a whole.
         outlives: whether a parameter's gradient is to be a copy, since it is read after the next piece was played.
 
     Raises:
@@ -47,15 +54,15 @@ class RecordedBlocks:
         starts: Sequence[int],
         hidden_states: Tensor,
         seq_idx: Tensor | None,
-        around: Around = _call,
+        around: Around | None = None,
         outlives: Callable[[nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         self.hidden_states = hidden_states.detach().clone()
         self.seq_idx = None if seq_idx is None else seq_idx.clone()
         self._turn = 0
-        self._around = around
+        self._around = around or _call
         self._pieces = Pieces(blocks, starts, trained_input=hidden_states.requires_grad)
-        if self._pieces.count != len(starts) and around is not _call:
+        if self._pieces.count != len(starts) and around is not None:
             raise RuntimeError("the first blocks have nothing to train")
         self._copied = [list(map(outlives, self._pieces.parameters(piece))) for piece in range(self._pieces.count)]
         kind = hidden_states.device.type
@@ -67,7 +74,7 @@ class RecordedBlocks:
         devices = [] if kind == "cpu" else [hidden_states.device]
         with cast, torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
             warm_up(self._pass_once)
-            self._record()
+            self._record(by_pieces=around is not None)
 
     def _pass_once(self) -> None:
         output = self._pieces.forward(self.hidden_states, self.seq_idx)
@@ -75,14 +82,19 @@ class RecordedBlocks:
         for piece in reversed(range(self._pieces.count)):
             gradients = self._pieces.backward(piece, gradients)[1]
 
-    def _record(self) -> None:
-        capture, pieces = capture_into_one_memory(), self._pieces
-        self.output, self._play_forward = capture(lambda: pieces.forward(self.hidden_states, self.seq_idx))
+    def _record(self, by_pieces: bool) -> None:
+        memory, pieces = OneMemory(), self._pieces
+
+        def forward(between: Callable[[], None]) -> Tensor:
+            return pieces.forward(self.hidden_states, self.seq_idx, between if by_pieces else _nothing)
+
+        self.output, plays = memory.capture_parts(forward)
+        self._forward = [*[_nothing] * (self._pieces.count - len(plays)), *plays]
         self.gradient = torch.empty_like(self.output)
         self._backward: list[tuple[list[Tensor | None], list[Tensor | None], Callable[[], None]]] = []
         gradients: list[Tensor | None] = [self.gradient]
         for piece in reversed(range(pieces.count)):
-            (found, gradients), play = capture(partial(pieces.backward, piece, gradients))
+            (found, gradients), play = memory.capture(partial(pieces.backward, piece, gradients))
             # Only those by the input are handed out; the others' memory is another's as soon as they were read.
             self._backward.insert(0, (found, [] if piece else gradients, play))
 
@@ -94,9 +106,10 @@ class RecordedBlocks:
         passed = hidden_states
         for piece in range(self._pieces.count):
             passed = self._around(piece, partial(self._apply, piece), passed)
-        if not self._pieces.count:
-            self.take(hidden_states)
-        return passed if self._pieces.count else self.play_forward()
+        if self._pieces.count:
+            return passed
+        self.take(hidden_states)
+        return self.play_forward(0)
 
     def _apply(self, piece: int, passed: Tensor) -> Tensor:
         return _Piece.apply(self, piece, passed, *self._pieces.parameters(piece))
@@ -105,8 +118,8 @@ class RecordedBlocks:
         self._turn += 1
         self.hidden_states.copy_(hidden_states)
 
-    def play_forward(self) -> Tensor:
-        self._play_forward()
+    def play_forward(self, piece: int) -> Tensor:
+        self._forward[piece]()
         return self.output.detach()
 
     @property
@@ -136,30 +149,45 @@ def warm_up(compute: Callable[[], None]) -> None:
     torch.cuda.synchronize()
 
 
-def capture_into_one_memory() -> Callable[[Callable[[], Result]], tuple[Result, Callable[[], None]]]:
-    """A function that records what is launched by another: its result, and what computes that again in its place."""
-    pool = torch.cuda.graph_pool_handle()
+class OneMemory:
+    """Records what functions launch, in graphs that share their memory."""
 
-    def capture(compute: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
-        # CUDA breaks a recording off when any thread allocates memory, as a loader's does that pins batches, or asks
-        # for an event, as NCCL's does, unless it is told that only this thread counts.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = compute()
-        return result, graph.replay
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
-    return capture
+    def capture(self, compute: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+        """What `compute` gives, and what computes that again in its place."""
+        result, (play,) = self.capture_parts(lambda between: compute())
+        return result, play
+
+    def capture_parts(self, compute: Callable[[Callable[[], None]], Result]) -> tuple[Result, list[Callable[[], None]]]:
+        """As `capture`, in several parts: `compute` is given a function to call between them."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with ExitStack() as recording:
+
+            def begin() -> None:
+                recording.close()
+                graphs.append(torch.cuda.CUDAGraph())
+                # CUDA breaks a recording off when any thread allocates memory, as a loader's does that pins batches,
+                # or asks for an event, as NCCL's does, unless it is told that only this thread counts.
+                graph = torch.cuda.graph(graphs[-1], pool=self._pool, capture_error_mode="thread_local")
+                recording.enter_context(graph)
+
+            begin()
+            result = compute(begin)
+        return result, [graph.replay for graph in graphs]
 
 
 class _Piece(torch.autograd.Function):
-    """The last of them plays all forward; what goes between them is empty, and shows backward the way."""
+    """The last of them gives what forward does; what goes between them is empty, and shows backward the way."""
 
     @staticmethod
     def forward(ctx: Any, recorded: RecordedBlocks, piece: int, given: Tensor, *parameters: Tensor) -> Tensor:
         if piece == 0:
             recorded.take(given)
         ctx.recorded, ctx.piece, ctx.turn = recorded, piece, recorded.turn
-        return recorded.play_forward() if piece == recorded.last else given.new_empty(0)
+        output = recorded.play_forward(piece)
+        return output if piece == recorded.last else given.new_empty(0)
 
     @staticmethod
     @once_differentiable
