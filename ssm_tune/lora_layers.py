@@ -7,6 +7,8 @@ what comes in is kept once, whoever else keeps it, and scale and sum are part of
 the frozen weight, and no gradient of it is computed.
 
     y = x W' + bias + scale (x A') B'          dx = dy W + scale (dy B) A
+
+The gradients of A and B come out of the matrix product in the masters' precision.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
+from ssm_tune.mixers.master_weights import product_in
 from ssm_tune.mixers.watched import is_watched
 
 
@@ -40,27 +43,27 @@ class DirectLinear(lora.Linear, LaterLayer):
         if adapter is None or not self._is_plain(adapter, x):
             return super().forward(x, *args, **kwargs)
         base, dtype = self.base_layer, self.base_layer.weight.dtype
-        A, B = (half[adapter].weight.to(dtype) for half in (self.lora_A, self.lora_B))
+        A, B = (half[adapter].weight for half in (self.lora_A, self.lora_B))
         x = x.to(dtype)
         if not self._drops(adapter):
             return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter], None)
         # Two inputs then: what the adapter gets is not what the base gets.
-        dropout = self.lora_dropout[adapter]
+        A, B, dropout = A.to(dtype), B.to(dtype), self.lora_dropout[adapter]
         delta = F.linear(F.linear(dropout(x), A).mul(self.scaling[adapter]), B)
         y = torch.addmm(delta.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view(delta.shape)
         return y if base.bias is None else y + base.bias
 
     def later_factor(self, like: Tensor) -> Tensor | None:
-        """A, in the dtype of the computation, where `forward` would do the plain thing and nobody has to see it."""
+        """A, where `forward` would do the plain thing and nobody has to see it."""
         adapter = self._only_adapter()
         if adapter is None or not self._is_plain(adapter, like) or self._drops(adapter) or is_watched(self):
             return None
-        return self.lora_A[adapter].weight.to(self.base_layer.weight.dtype)
+        return self.lora_A[adapter].weight
 
     def forward_later(self, x: Tensor, later: LaterGradient) -> Tensor:
         adapter, base = self._only_adapter(), self.base_layer
-        x, B = (tensor.to(base.weight.dtype) for tensor in (x, self.lora_B[adapter].weight))
-        return _LoraLinear.apply(x, base.weight, base.bias, later.factor.detach(), B, self.scaling[adapter], later)
+        x, A, B = x.to(base.weight.dtype), later.factor.detach(), self.lora_B[adapter].weight
+        return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter], later)
 
     def _drops(self, adapter: str) -> bool:
         return self.training and not isinstance(self.lora_dropout[adapter], nn.Identity)
@@ -99,30 +102,32 @@ class _LoraLinear(torch.autograd.Function):
         scale: float,
         later: LaterGradient | None,
     ) -> Tensor:
+        low_A, low_B = A.to(x.dtype), B.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            h = F.linear(x, A)
+            rows = x.flatten(0, -2)
+            h = _scaled_product(rows, low_A.t(), scale)
             # The adapter's part first, and the base's product added to it before anything is rounded: the other way
             # round, a part that is smaller than a rounding of the base's output is lost in it, for every token alike.
-            y = _scaled_product(h.flatten(0, -2), B.t(), scale)
-            y.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
-            y = y.view(*x.shape[:-1], weight.shape[0])
+            y = torch.mm(h, low_B.t()).addmm_(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
-        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight, A, B, h)
-        ctx.scale, ctx.later = scale, later
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight, low_A, low_B, h)
+        ctx.scale, ctx.dtypes, ctx.later = scale, (A.dtype, B.dtype), later
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, A, B, h = ctx.saved_tensors
+        dx = dA = dB = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
             dh = _scaled_product(flat, B, ctx.scale)
-            dx = None
             if ctx.needs_input_grad[0]:
                 dx = torch.mm(dh, A).addmm_(flat, weight).view(*dy.shape[:-1], weight.shape[1])
-            dA = None if x is None else torch.mm(dh.t(), x.flatten(0, -2))
-            dB = _scaled_product(flat.t(), h.flatten(0, -2), ctx.scale) if ctx.needs_input_grad[4] else None
+            if x is not None:
+                dA = product_in(ctx.dtypes[0], dh.t(), x.flatten(0, -2))
+            if ctx.needs_input_grad[4]:
+                dB = product_in(ctx.dtypes[1], flat.t(), h)
         if ctx.later is not None:
             ctx.later.set_slope(dh)
         return dx, None, None, dA, dB, None, None

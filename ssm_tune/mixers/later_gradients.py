@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.recompute import Reference, recomputing, reference_to
-from ssm_tune.mixers.master_weights import in_float32, keeps_master, master_linear
+from ssm_tune.mixers.master_weights import keeps_master, master_linear, product_in
 from ssm_tune.mixers.projections import project
 
 
@@ -52,8 +52,7 @@ class LaterGradient:
             return None
         inputs = self.inputs().flatten(0, -2).to(slope.dtype)
         with torch.autocast(slope.device.type, enabled=False):
-            product = in_float32 if self.factor.dtype == torch.float32 != slope.dtype else torch.mm
-            return product(slope.t(), inputs)
+            return product_in(self.factor.dtype, slope.t(), inputs)
 
 
 class _Tap(torch.autograd.Function):

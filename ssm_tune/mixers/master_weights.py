@@ -71,7 +71,7 @@ class _MasterLinear(torch.autograd.Function):
             if weight is not None:
                 dx = torch.mm(flat, weight.to(dy.dtype)).view(*dy.shape[:-1], -1)
             if x is not None:
-                dweight = in_float32(flat.t(), x.flatten(0, -2))
+                dweight = product_in(torch.float32, flat.t(), x.flatten(0, -2))
             if ctx.needs_input_grad[2]:
                 dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if ctx.later is not None:
@@ -79,8 +79,9 @@ class _MasterLinear(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-def in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product of two tensors of lower precision, in float32; on a CPU it is rounded first."""
-    if a.is_cuda and torch.version.hip is None:
+def product_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product of a and b, of one dtype, in another; from lower precision to float32 without a rounding
+    between, but for a CPU."""
+    if dtype == torch.float32 and a.dtype in _LOW and a.is_cuda and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
+    return torch.mm(a, b).to(dtype)

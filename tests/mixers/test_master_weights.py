@@ -38,11 +38,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     seen: list[nn.Module] = []
     function = master_weights.master_linear
 
-    def counted(linear: nn.Module, x: Tensor) -> Tensor:
+    def counted(linear: nn.Module, x: Tensor, *later: Any) -> Tensor:
         seen.append(linear)
-        return function(linear, x)
+        return function(linear, x, *later)
 
-    monkeypatch.setattr("ssm_tune.mixers.projections.master_linear", counted)
+    for caller in ("projections", "later_gradients"):
+        monkeypatch.setattr(f"ssm_tune.mixers.{caller}.master_linear", counted)
     return seen
 
 
