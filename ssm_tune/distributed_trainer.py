@@ -61,7 +61,7 @@ class DistributedTrainer(SFTTrainer):
         return arguments
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self.sharding is None:  # else block by block, when it is sharded
+        if self.sharding is None:  # else some blocks at a time, when it is sharded
             super()._move_model_to_device(model, device)
 
     # -- rows -----------------------------------------------------------------------------------------------------

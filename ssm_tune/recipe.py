@@ -150,6 +150,7 @@ class KernelsSection:
 
     graphs: train batches of one shape by CUDA graphs of the blocks, so that the GPU never waits for launches. null: on
     one GPU, for packed rows of models that are state-space layers only, trained without checkpointing or quantisation.
+    Where FSDP2 shards the weights (on request), each GPU keeps the memory of the whole ones, 2 bytes a number in bf16.
     """
 
     order: list[str] | None = _setting(choices=KERNELS)

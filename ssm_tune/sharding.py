@@ -89,7 +89,7 @@ def describe_processes(sharding: Sharding | None, processes: int) -> str | None:
         return f"{processes} processes, each with the whole model (DDP)" if processes > 1 else None
     whole = f", {sharding.replicas} copies of {processes // sharding.replicas} shards" if sharding.replicas > 1 else ""
     return (
-        f"{processes} processes, sharded block by block (FSDP2{whole})"
+        f"{processes} processes, sharded by blocks (FSDP2{whole})"
         + ("" if sharding.reshard else ", weights kept whole between forward and backward")
         + (", weights and optimizer in host memory" if sharding.offload else "")
     )

@@ -72,7 +72,7 @@ def test_launchers(folder: Path) -> None:
 
     log = run(folder, *TORCHRUN, "--standalone", *tune, "training.output_dir=torchrun", "--accelerate", "fsdp2_cpu")
     assert losses(folder / "torchrun") == expected
-    assert "sharded block by block (FSDP2)" in log
+    assert "sharded by blocks (FSDP2)" in log
     assert log.count("step 8/8") == 1  # one rank speaks
     shards = folder / "torchrun/checkpoints/checkpoint-6/sharded_model"
     assert {file.name for file in shards.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
@@ -82,7 +82,7 @@ def test_launchers(folder: Path) -> None:
     accelerate = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", config)
     log = run(folder, *accelerate, *tune, "training.output_dir=accelerate")
     assert losses(folder / "accelerate") == expected
-    assert "sharded block by block (FSDP2)" in log
+    assert "sharded by blocks (FSDP2)" in log
 
     two = yaml.safe_load(shipped("accelerate_configs", "hsdp_2node.yaml").read_text())
     (folder / "hsdp.yaml").write_text(yaml.safe_dump({**two, "use_cpu": True}))
