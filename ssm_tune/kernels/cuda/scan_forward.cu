@@ -108,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
         if (!SOFTPLUS && padding) one = two = 0.f;
         *reinterpret_cast<Float4*>(&steps[mine][place + i]) = Float4{{one, one * x[i], two, two * x[i + 1]}};
       }
-      widen_BC(wide, raw_BC, marks.padding, thread);
+      Vector BC_given[BC_TURNS];
+      read_BC(BC_given, raw_BC, thread);
+      widen_BC(wide, BC_given, marks.padding, thread);
     }
     if (tile + TILE < end) prefetch(tile + TILE);
     if (given.kept && tile % CHUNK == 0 && active) {
