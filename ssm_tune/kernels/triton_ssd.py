@@ -23,7 +23,7 @@ from ssm_tune.kernels.triton_ssd_forward import scan_forward
 
 _MOST_ROWS = 65535  # what a launch takes in its third dimension
 _compiled: set[tuple[Any, ...]] = set()  # what the kernels of both passes are ready for
-_MOST_STATES, _MOST_CHANNELS = 256, 256  # of a head
+_MOST_STATES, _MOST_CHANNELS = 128, 128  # of a head: what has been run on a GPU
 
 
 def ssd_scan(
@@ -47,7 +47,7 @@ def ssd_scan(
     `chunk_size` is not used: chunks have the size that the kernels are made for.
 
     Raises:
-        Unsupported: float64, heads of more than 256 states or channels, no tokens, or more rows than a launch takes.
+        Unsupported: float64, heads of more than 128 states or channels, no tokens, or more rows than a launch takes.
     """
     refuse_sizes(x, x.shape[-1], B.shape[-1])
     vectors = (A, D, dt_bias, initial_state)

@@ -195,6 +195,7 @@ def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, ini
     groups, state = B.shape[2:]
     chunks = steps.step.shape[2]
     narrow = x.dtype == torch.float32 or state > 128
+    stages = 1 if x.dtype == torch.float32 else 2 if narrow else 3
     sizes = block_sizes(head_dim, state, 32 if narrow else 64)
     states = torch.empty((batch, heads, chunks, state, head_dim), dtype=x.dtype, device=x.device)
     with device_of(x):
@@ -203,7 +204,7 @@ def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, ini
             None if initial_state is None else initial_state.contiguous(), states,
             length, heads, chunks, heads // groups, head_dim, state, *x.stride()[:3], *B.stride()[:3],
             CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), HAS_INITIAL=initial_state is not None,
-            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, num_stages=1 if narrow else 3, **sizes,
+            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, num_stages=stages, **sizes,
         )  # fmt: skip
     return states
 

@@ -115,9 +115,7 @@ def arrangement_of(dtype: torch.dtype, state: int, few: bool) -> Arrangement:
     """So that two programs share a multiprocessor; `few`: there are fewer heads than multiprocessors."""
     if dtype == torch.float32:
         return Arrangement(32, 4, 1)
-    if state > 128:
-        return Arrangement(32, 4, 1)
-    return Arrangement(32 if few else 64, 4, 2)
+    return Arrangement(32 if few or state > 128 else 64, 4, 2)
 
 
 def scan_forward(
