@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssm_tune.kernels.devices import device_of, multiprocessors
-from ssm_tune.kernels.triton_ssd_chunk_gradients import chunk_gradients_kernel, read_gradients_kernel
+from ssm_tune.kernels.triton_ssd_chunk_gradients import across_chunks_kernel, within_chunk_kernel
 from ssm_tune.kernels.triton_ssd_common import (
     CHUNK,
     NO_LIMIT,
@@ -134,9 +134,9 @@ def step_gradients_kernel(
         tl.store(to + 2 * rows, tl.sum(skipped, axis=1), mask=some)
 
 
-@triton.jit(do_not_specialize=["length", "parts_B", "parts_C"])
+@triton.jit(do_not_specialize=["length", "parts"])
 def add_parts_kernel(
-    parts_of_B, parts_of_C, dB, dC, length, parts_B, parts_C, state_dims,
+    parts_of_B, parts_of_C, dB, dC, length, parts, state_dims,
     dB_row, dB_token, dB_group, dC_row, dC_token, dC_group, TOKENS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
     """Sums over parts, (parts, batch, length, groups, state). Grid: (blocks of tokens, groups, batch)."""
@@ -148,11 +148,10 @@ def add_parts_kernel(
     tile = ((row * length + token) * groups + group)[:, None] * state_dims + n[None, :]
     of_B, of_C = tl.zeros([TOKENS, STATE], tl.float32), tl.zeros([TOKENS, STATE], tl.float32)
     every = batch.to(tl.int64) * length * groups * state_dims
-    for _ in range(parts_B):
+    for _ in range(parts):
         of_B += tl.load(parts_of_B + tile, mask=inside, other=0.0)
-        parts_of_B += every
-    for _ in range(parts_C):
         of_C += tl.load(parts_of_C + tile, mask=inside, other=0.0)
+        parts_of_B += every
         parts_of_C += every
     dB += row * dB_row + group * dB_group + token[:, None] * dB_token + n[None, :]
     dC += row * dC_row + group * dC_group + token[:, None] * dC_token + n[None, :]
@@ -171,20 +170,20 @@ class Arrangement(NamedTuple):
 
 
 class Arrangements(NamedTuple):
-    """Of the kernels for the gradients of states, for what reads them, and for chunks."""
+    """Of the kernels for the gradients of states, for what comes from states, and for what comes from within chunks."""
 
     walk: Arrangement
-    read: Arrangement
-    chunk: Arrangement
+    across: Arrangement
+    within: Arrangement
 
 
 def arrangements_of(dtype: torch.dtype, head_dim: int, state: int) -> Arrangements:
     """By what tiles take in shared memory and in registers."""
     if dtype == torch.float32 or state > 128:
-        return Arrangements(Arrangement(32, 4, 1), Arrangement(32, 4, 1), Arrangement(32, 8, 1))
+        return Arrangements(Arrangement(32, 4, 1), Arrangement(32, 8, 1), Arrangement(32, 8, 1))
     if head_dim > 64:
-        return Arrangements(Arrangement(64, 4, 2), Arrangement(64, 4, 1), Arrangement(64, 4, 1))
-    return Arrangements(Arrangement(64, 4, 2), Arrangement(64, 4, 2), Arrangement(64, 4, 2))
+        return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 1), Arrangement(64, 4, 1))
+    return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 2, programs=1), Arrangement(64, 4, 2))
 
 
 def scan_backward(
@@ -292,41 +291,38 @@ def _chunk_gradients(
     by_step, read, mixed, sent = (torch.empty_like(steps.step) for _ in range(4))
     carried = torch.empty_like(steps.step[..., 0], memory_format=torch.contiguous_format)
     by_skip = None if D is None else steps.step.new_empty((batch, heads, chunks, head_dim if wide else CHUNK))
-    _, reads, pairs = arrangements_of(x.dtype, head_dim, state)
-    readers, mixers = (_parts(batch * chunks, heads // groups, groups, a.programs, x.device) for a in (reads, pairs))
-    # Parts of dC are those of the kernel that reads states, then those of the other.
-    parts_of_B = steps.step.new_empty((mixers.parts, batch, length, groups, state))
-    parts_of_C = steps.step.new_empty((readers.parts + mixers.parts, batch, length, groups, state))
+    _, across, within = arrangements_of(x.dtype, head_dim, state)
+    first, second = (_parts(batch * chunks, heads // groups, groups, a.programs, x.device) for a in (across, within))
+    parts = first.parts + second.parts
+    parts_of_B, parts_of_C = steps.step.new_empty((2, parts, batch, length, groups, state))
+    common = {"CHUNK": CHUNK, "HAS_DOCUMENTS": reach is not None, "PRECISION": PRECISION}
+    shape = length, heads, chunks, heads // groups
+    sizes = _sizes(across, length, head_dim, state)
+    across_chunks_kernel[first.parts * groups, chunks, batch](
+        dy, x, C, *steps, reach, states, dstates, parts_of_B, parts_of_C, read, carried, *shape, first.heads,
+        first.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3], *C.stride()[:3], *parts_of_B.stride()[:4],
+        **common, **sizes,
+    )  # fmt: skip
+    rest_of_B, rest_of_C = parts_of_B[first.parts :], parts_of_C[first.parts :]
     skips = (0, 0) if D is None else (*D.stride(), 0)[:2]
-    shape = heads // groups, head_dim, state
-    for arrangement, split in ((reads, readers), (pairs, mixers)):
-        sizes = block_sizes(head_dim, state, arrangement.head_dim)
-        settings = {
-            "CHUNK": CHUNK, "BLOCKS": -(-head_dim // sizes["HEAD_DIM"]), "HAS_DOCUMENTS": reach is not None,
-            "EVEN": is_even(length, head_dim, state, sizes), "PRECISION": PRECISION,
-            "num_warps": arrangement.warps, "num_stages": arrangement.stages, **sizes,
-        }  # fmt: skip
-        grid = split.parts * groups, chunks, batch
-        common = length, heads, chunks, *shape[:1], split.heads, split.parts, *shape[1:]
-        if arrangement is reads:
-            read_gradients_kernel[grid](
-                dy, C, steps.decay, reach, states, dstates, parts_of_C, read, carried, *common,
-                *dy.stride()[:3], *C.stride()[:3], *parts_of_C.stride()[:4], **settings,
-            )  # fmt: skip
-        else:
-            rest = parts_of_C[readers.parts :]
-            chunk_gradients_kernel[grid](
-                dy, x, B, C, D, steps.step, steps.decay, reach, dstates, dx, parts_of_B, rest,
-                by_step, mixed, sent, by_skip, *common, *dy.stride()[:3], *x.stride()[:3], *B.stride()[:3],
-                *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[:4], *rest.stride()[:4],
-                HAS_D=D is not None, WIDE_D=wide, **settings,
-            )  # fmt: skip
+    within_chunk_kernel[second.parts * groups, chunks, batch](
+        dy, x, B, C, D, *steps, reach, dstates, dx, rest_of_B, rest_of_C, by_step, mixed, sent, by_skip, *shape,
+        second.heads, second.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3], *B.stride()[:3],
+        *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[:4],
+        HAS_D=D is not None, WIDE_D=wide, **common, **_sizes(within, length, head_dim, state),
+    )  # fmt: skip
     add_parts_kernel[-(-length // _TOKENS), groups, batch](
-        parts_of_B, parts_of_C, dB, dC, length, mixers.parts, readers.parts + mixers.parts, state,
-        *dB.stride()[:3], *dC.stride()[:3],
-        TOKENS=_TOKENS, STATE=block_sizes(head_dim, state, 16)["STATE"], num_warps=4,
+        parts_of_B, parts_of_C, dB, dC, length, parts, state, *dB.stride()[:3], *dC.stride()[:3],
+        TOKENS=_TOKENS, STATE=sizes["STATE"], num_warps=4,
     )  # fmt: skip
     return _OfTokens(by_step, read, mixed, sent, carried, by_skip)
+
+
+def _sizes(arrangement: Arrangement, length: int, head_dim: int, state: int) -> dict[str, int]:
+    """What a kernel for chunks is told by its arrangement."""
+    sizes = block_sizes(head_dim, state, arrangement.head_dim)
+    given = {"BLOCKS": -(-head_dim // sizes["HEAD_DIM"]), "EVEN": is_even(length, head_dim, state, sizes)}
+    return sizes | given | {"num_warps": arrangement.warps, "num_stages": arrangement.stages}
 
 
 class _Split(NamedTuple):

@@ -1,8 +1,8 @@
 """The kernels of the Triton scan of Mamba-2 that compute the gradients of one chunk; see `triton_ssd_backward`.
 
-Two of them, since the gradients of B and of C, sums over heads that are kept in registers, do not fit side by side.
-Tiles of pairs of tokens are (j, i): turned so that the sums over i, for x and B, are products of matrices whose first
-factor is in registers already.
+Two of them: sums over heads are kept in registers, and those of one kernel leave no room for those of the other, nor
+for what it computes; numbers that do not fit wait in memory, which took twice as long. Tiles of pairs of tokens are
+(j, i): turned so that the sums over i, for x and B, are products of matrices whose first factor is in registers already.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
-def read_gradients_kernel(
-    dy, C, decay, reach, states, dstates, dC, by_decay, carried, length, heads, chunks, heads_of_group, heads_each,
-    parts, head_dims, state_dims, dy_row, dy_token, dy_head, C_row, C_token, C_group,
-    dC_part, dC_row, dC_token, dC_group,
+def across_chunks_kernel(
+    dy, x, C, step, decay, reach, states, dstates, dB, dC, by_decay, carried,
+    length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
+    dy_row, dy_token, dy_head, x_row, x_token, x_head, C_row, C_token, C_group,
+    to_part, to_row, to_token, to_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What reading the state before a chunk gives, for `heads_each` heads of a group.
+    """What the state before a chunk and the one after it give, for `heads_each` heads of a group.
 
-    dC: its gradient as far as it comes from that state. by_decay: (batch, heads, chunks, CHUNK), the like for the sums
-    of step * A. carried: (batch, heads, chunks), the gradient of the sum to the end of the chunk by what of the state
-    goes through. Grid: (parts * groups, chunks, batch).
+    dB, dC: the gradients as far as they come from these states. by_decay: (batch, heads, chunks, CHUNK), the like for
+    the sums of step * A, from the state before. carried: (batch, heads, chunks), the gradient of the sum to the end of
+    the chunk by what goes through from the one state to the other. Grid: (parts * groups, chunks, batch).
     """
     chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     part, group = (tl.program_id(0) % parts).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
@@ -38,17 +39,21 @@ def read_gradients_kernel(
     if HAS_DOCUMENTS:
         reach += (row * chunks + chunk) * CHUNK
         from_before = tl.load(reach + place) < 0
+        to_the_end = place >= tl.load(reach + CHUNK - 1)
         all_through = tl.load(reach + CHUNK - 1) < 0
-    total_C = tl.zeros([CHUNK, STATE], tl.float32)
+    total_B, total_C = tl.zeros([CHUNK, STATE], tl.float32), tl.zeros([CHUNK, STATE], tl.float32)
+    x += row * x_row + start * x_token
     dy += row * dy_row + start * dy_token
     first = group * heads_of_group + part * heads_each
     end = tl.minimum(first + heads_each, (group + 1) * heads_of_group)
     for head in range(first, end):
         of_chunk = (row * heads + head) * chunks + chunk
         tokens = of_chunk * CHUNK + place
-        fading, kept = tl.exp(tl.load(decay + tokens)), tl.exp(tl.load(decay + of_chunk * CHUNK + CHUNK - 1))
+        decays, total = tl.load(decay + tokens), tl.load(decay + of_chunk * CHUNK + CHUNK - 1)
+        fading, kept, reaching = tl.exp(decays), tl.exp(total), tl.exp(total - decays) * tl.load(step + tokens)
         if HAS_DOCUMENTS:
             fading = tl.where(from_before, fading, 0.0)
+            reaching = tl.where(to_the_end, reaching, 0.0)
             kept = tl.where(all_through, kept, 0.0)
         tile = of_chunk * state_dims * head_dims
         read, through = tl.zeros([CHUNK], tl.float32), 0.0
@@ -58,6 +63,9 @@ def read_gradients_kernel(
             state = read_tokens(states + tile, n, p, state_dims, head_dims, head_dims, EVEN)
             dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
             faded = (slope.to(tl.float32) * fading[:, None]).to(slope.dtype)
+            values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
+            entering = (values.to(tl.float32) * reaching[:, None]).to(values.dtype)
+            total_B = tl.dot(entering, tl.trans(dstate), acc=total_B, input_precision=PRECISION)
             total_C = tl.dot(faded, tl.trans(state), acc=total_C, input_precision=PRECISION)
             out = tl.dot(c, state, input_precision=PRECISION)
             read += tl.sum(out * slope.to(tl.float32), axis=1)
@@ -69,26 +77,27 @@ def read_gradients_kernel(
                 through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
         tl.store(by_decay + tokens, read * fading)
         tl.store(carried + of_chunk, through * kept)
-    dC += part * dC_part + row * dC_row + group * dC_group + start * dC_token
-    write_tokens(dC, total_C, place, n, remaining, state_dims, dC_token, EVEN)
+    to = part * to_part + row * to_row + group * to_group + start * to_token
+    write_tokens(dC + to, total_C, place, n, remaining, state_dims, to_token, EVEN)
+    write_tokens(dB + to, total_B, place, n, remaining, state_dims, to_token, EVEN)
 
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
-def chunk_gradients_kernel(
+def within_chunk_kernel(
     dy, x, B, C, D, step, decay, reach, dstates, dx, dB, dC, by_step, by_decay, sent, by_skip,
     length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
     dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     D_head, D_channel, dx_row, dx_token, dx_head,
-    dB_part, dB_row, dB_token, dB_group, dC_part, dC_row, dC_token, dC_group,
+    to_part, to_row, to_token, to_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     HAS_D: tl.constexpr, WIDE_D: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What tokens give each other, and the state after the chunk, for `heads_each` heads of a group.
+    """What tokens give each other, and to the state after the chunk, for `heads_each` heads of a group.
 
-    by_step, by_decay, sent: (batch, heads, chunks, CHUNK): gradients of the steps, of the sums of step * A as far as
-    tokens see each other (taken off where they are seen: by_step has that), and of what goes, times the step, to the
-    end of the chunk. by_skip: what tokens, or, if D is wide, channels (batch, heads, chunks, head_dim), give the
-    gradient of D. Grid: (parts * groups, chunks, batch).
+    dB, dC: the gradients as far as they come from within the chunk. by_step, by_decay, sent: (batch, heads, chunks,
+    CHUNK), the gradients of the steps, of the sums of step * A where tokens see others (where they are seen, it is that
+    of the step, times the step, taken off), and what goes, times the step, to the end of the chunk. by_skip: what
+    tokens, or, if D is wide, channels (batch, heads, chunks, head_dim), give the gradient of D. Grid: as above.
     """
     chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     part, group = (tl.program_id(0) % parts).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
@@ -103,7 +112,7 @@ def chunk_gradients_kernel(
         reach += (row * chunks + chunk) * CHUNK
         seen = seen & (place[:, None] >= tl.load(reach + place)[None, :])
         to_the_end = place >= tl.load(reach + CHUNK - 1)
-    pairs, total_B = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, STATE], tl.float32)
+    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
     dy += row * dy_row + start * dy_token
     x += row * x_row + start * x_token
     dx += row * dx_row + start * dx_token
@@ -153,17 +162,15 @@ def chunk_gradients_kernel(
             elif HAS_D:
                 dvalues += tl.load(D + head * D_head) * slope.to(tl.float32)
             write_tokens(dx + head * dx_head, dvalues, place, p, remaining, head_dims, dx_token, EVEN)
-            entering = (values.to(tl.float32) * (reaching * steps)[:, None]).to(values.dtype)
-            total_B = tl.dot(entering, tl.trans(dstate), acc=total_B, input_precision=PRECISION)
             if WIDE_D:
                 skipped = tl.sum(slope.to(tl.float32) * values.to(tl.float32), axis=0)
                 tl.store(by_skip + of_chunk * head_dims + p, skipped, mask=some)
         brought *= reaching
         tl.store(sent + tokens, brought)
         tl.store(by_step + tokens, brought + direct)
-    total_B = tl.dot(pairs.to(b.dtype), c, acc=total_B, input_precision=PRECISION)
-    dB += part * dB_part + row * dB_row + group * dB_group + start * dB_token
-    write_tokens(dB, total_B, place, n, remaining, state_dims, dB_token, EVEN)
-    total_C = tl.dot(tl.trans(pairs.to(b.dtype)), b, input_precision=PRECISION)
-    dC += part * dC_part + row * dC_row + group * dC_group + start * dC_token
-    write_tokens(dC, total_C, place, n, remaining, state_dims, dC_token, EVEN)
+    pairs = pairs.to(b.dtype)
+    to = part * to_part + row * to_row + group * to_group + start * to_token
+    total = tl.dot(pairs, c, input_precision=PRECISION)
+    write_tokens(dB + to, total, place, n, remaining, state_dims, to_token, EVEN)
+    total = tl.dot(tl.trans(pairs), b, input_precision=PRECISION)
+    write_tokens(dC + to, total, place, n, remaining, state_dims, to_token, EVEN)
