@@ -1,7 +1,8 @@
 """`ssd_block` in one piece, on functions that know nothing of autograd: what is kept, and where gradients are written.
 
-As in mamba_ssm's fused call the input and the scan's output are kept, the convolution is computed again in backward,
-and the gradients of z, x, B, C and dt are written side by side into one tensor.
+As in mamba_ssm's fused call the input is kept, the convolution is computed again in backward, and the gradients of z,
+x, B, C and dt are written side by side into one tensor. The scan's output, a third of what a layer keeps, is kept where
+the scan takes long; where it does not, it is computed again too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ssm_tune.kernels import ssd_block_parts
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents
-from ssm_tune.kernels.recompute import ByProduct, recomputable, reference_to
+from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
 from ssm_tune.kernels.ssd_block_parts import split_heads, split_projected
 
 Marks = tuple[Tensor, Tensor] | None  # documents of tokens, (batch, length), int32: `marked` and `number` of Documents
@@ -41,7 +42,8 @@ class Functions(NamedTuple):
     result, where that of xBC goes); gives those of weight and bias. scan: of (x, dt, A, B, C, D, dt_bias, z, marks,
     settings); gives the output and, the same without a gate, what backward wants. scan_backward: of (gradient of the
     output, x, dt, A, B, C, D, dt_bias, z, what it wants, marks, settings, where the gradients of x, dt, B, C and z go,
-    by "dx" and so on); gives those of A, D and dt_bias. normalise, normalise_backward: `triton_gated_norm`.
+    by "dx" and so on); gives those of A, D and dt_bias. normalise, normalise_backward: `triton_gated_norm`. scan_again:
+    whether the scan is quick enough to be computed again.
     """
 
     convolve: Callable[..., Tensor]
@@ -50,6 +52,7 @@ class Functions(NamedTuple):
     scan_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     normalise: Callable[..., Any]
     normalise_backward: Callable[..., Any]
+    scan_again: bool = False
 
 
 def run_block(
@@ -113,12 +116,17 @@ class _Block(torch.autograd.Function):
             convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
             out, scanned = functions.scan(x, dt, A, B, C, D, dt_bias, gate, marks, settings)
+            again = functions.scan_again and recomputing()
+            if again:
+                _recompute_scanned(
+                    convolved, scanned, projected, (conv_weight, conv_bias, A, D, dt_bias), marks, settings, functions
+                )
             y, scales = out.flatten(-2), None
             if norm_weight is not None:
                 norm = (settings.eps, settings.group_size, settings.norm_before_gate)
                 y, scales = functions.normalise(y, z, norm_weight, *norm)
         vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
-        ctx.save_for_backward(projected, *vectors, marked, number, scanned, scales)
+        ctx.save_for_backward(projected, *vectors, marked, number, convolved if again else None, scanned, scales)
         ctx.settings, ctx.functions, ctx.outputs = settings, functions, outputs
         ctx.mark_non_differentiable(scanned)
         ctx.set_materialize_grads(False)
@@ -129,9 +137,8 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 12
-        projected, conv_weight, conv_bias, A, D, dt_bias, norm_weight, marked, number, scanned, scales = (
-            ctx.saved_tensors
-        )
+        projected, *vectors, marked, number, convolved, scanned, scales = ctx.saved_tensors
+        conv_weight, conv_bias, A, D, dt_bias, norm_weight = vectors
         settings, functions = ctx.settings, ctx.functions
         marks = None if marked is None else (marked, number)
         z, xBC, dt = split_projected(projected, conv_weight, A)
@@ -150,7 +157,8 @@ class _Block(torch.autograd.Function):
                 dscanned, dnorm = functions.normalise_backward(dy, *given, *norm, y)
                 if y is not None:
                     ctx.outputs.give([y])
-            convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
+            if convolved is None:
+                convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
             dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
             given = (x, dt, A, B, C, D, dt_bias, gate, scanned, marks, settings)
@@ -167,7 +175,33 @@ def _recompute_gated(
     norm: dict[str, float | int | bool | None],
     outputs: ByProduct,
 ) -> None:
-    """Let y be normalised and gated again in backward, from the scan's output, which is kept."""
-    z_again, weight = reference_to(z), None if weight is None else weight.detach()
-    gated_again = lambda: [ssd_block_parts.gated(scanned.flatten(-2), z_again(), weight, **norm)]  # noqa: E731
+    """Let y be normalised and gated again in backward, from the scan's output."""
+    given, weight = (reference_to(scanned), reference_to(z)), None if weight is None else weight.detach()
+
+    def gated_again() -> list[Tensor]:
+        scanned, z = (tensor() for tensor in given)
+        return [ssd_block_parts.gated(scanned.flatten(-2), z, weight, **norm)]
+
     recomputable([y], gated_again, by_product=outputs)
+
+
+def _recompute_scanned(
+    convolved: Tensor,
+    scanned: Tensor,
+    projected: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    marks: Marks,
+    settings: Settings,
+    functions: Functions,
+) -> None:
+    """Let the convolution and the scan be computed again in backward, both for whoever asks for one first."""
+    given, (weight, bias, A, D, dt_bias) = reference_to(projected), (None if t is None else t.detach() for t in vectors)
+
+    def scan_again() -> list[Tensor]:
+        _, xBC, dt = split_projected(given(), weight, A)
+        with device_of(xBC):
+            convolved = functions.convolve(xBC, weight, bias, marks)
+            x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
+            return [convolved, functions.scan(x, dt, A, B, C, D, dt_bias, None, marks, settings)[1]]
+
+    recomputable([convolved, scanned], scan_again)

@@ -112,4 +112,6 @@ def _scanned_backward(
     return dA, dD, ddt_bias
 
 
-_FUNCTIONS = Functions(_convolved, _convolved_backward, _scanned, _scanned_backward, normalise, normalise_backward)
+_FUNCTIONS = Functions(
+    _convolved, _convolved_backward, _scanned, _scanned_backward, normalise, normalise_backward, scan_again=True
+)

@@ -36,6 +36,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "falcon_h1": {**EIGHT_HEADS["falcon_h1"], "mamba_rms_norm": True, "mamba_norm_before_gate": True},
     "nemotron_h": {**EIGHT_HEADS["nemotron_h"], "n_groups": 2},
 }
+SCAN = "_mamba_chunk_scan_combined_fwd"
 KINDS = ["mamba", "falcon_mamba", "jamba", "zamba", *WIDTHS]
 
 
@@ -117,6 +118,23 @@ def test_the_block_gives_out_proj_its_input_again(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AttributeError, match="NoneType"):
         gradients(model, layout, context=torch.autocast("cpu", torch.bfloat16))
     assert again == [1]
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1", "zamba2"])
+def test_a_scan_that_is_quick_is_computed_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output is not kept, nor computed twice; with a norm and without."""
+    model, layout = make_model(kind), LAYOUTS["packed rows"](make_documents())
+    wanted, hidden = gradients(model, layout), model.config.hidden_size
+    kept, scans = kept_bytes(model, layout, hidden), stand_ins.CALLS.count(SCAN)
+    gradients(model, layout)
+    once = stand_ins.CALLS.count(SCAN) - scans
+    monkeypatch.setattr(fused_ssd_block.Functions, "scan_again", True)
+    scans = stand_ins.CALLS.count(SCAN)
+    assert_same(gradients(model, layout, times=2), {name: 2 * gradient for name, gradient in wanted.items()})
+    # Of the stand-ins backward computes the scan too: 2 calls a layer, and for two backward passes 1 + 2 * (1 + 1).
+    assert 2 * (stand_ins.CALLS.count(SCAN) - scans) == 5 * once > 0
+    mixer = next(m for m in model.modules() if "conv1d" in m._modules)
+    assert kept_bytes(model, layout, hidden) <= kept - 4 * layout.labels.numel() * mixer.out_proj.in_features
 
 
 def test_autocast_of_backward_alone_changes_no_recomputation(keep_everything: Callable[[], None]) -> None:
