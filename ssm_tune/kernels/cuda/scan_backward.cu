@@ -198,6 +198,16 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
       h[i] = state;
     }
   }
+  struct Operands {
+    Step step;
+    States B, C;
+  };
+  auto operands = [&](int i) {
+    const float* both = wide + i * BC;
+    return Operands{steps[i * WARPS * 8], *reinterpret_cast<const States*>(both),
+                    *reinterpret_cast<const States*>(both + STATES)};
+  };
+  Operands ready = operands(SEGMENT - 1);
 #pragma unroll
   for (int group = SEGMENT - GROUP; group >= 0; group -= GROUP) {
     ChannelSums sums[2];
@@ -206,30 +216,30 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
 #pragma unroll
     for (int k = GROUP - 1; k >= 0; --k) {
       const int i = group + k;
-      const Step step = steps[i * WARPS * 8];
-      const States B = *reinterpret_cast<const States*>(wide + i * BC);
-      const States C = *reinterpret_cast<const States*>(wide + i * BC + STATES);
+      const Operands of = k == GROUP - 1 ? ready : operands(i);
       const bool start = STARTS && (starts >> i & 1u);
       const States previous = start ? no_states() : i ? h[i ? i - 1 : 0] : *before;
       States gradient;
       Bdh[k] = Ag[k] = Ch[k] = 0.f;
 #pragma unroll
       for (int j = 0; j < S; ++j) {
-        gradient.v[j] = step.dy * C.v[j] + dh.v[j];
-        Bdh[k] += B.v[j] * gradient.v[j];
-        Ch[k] += C.v[j] * h[i].v[j];
+        gradient.v[j] = of.step.dy * of.C.v[j] + dh.v[j];
+        Bdh[k] += of.B.v[j] * gradient.v[j];
+        Ch[k] += of.C.v[j] * h[i].v[j];
         dh.v[j] = decay[i].v[j] * gradient.v[j];
         const float g = dh.v[j] * previous.v[j];
         Ag[k] += A.v[j] * g;
-        dA.v[j] += step.dt * g;
+        dA.v[j] += of.step.dt * g;
       }
       if (start) dh = no_states();
-      sums[k % 2].take(gradient, h[i], step.dtx, step.dy, lane.q);
+      sums[k % 2].take(gradient, h[i], of.step.dtx, of.step.dy, lane.q);
       if (k % 2 == 0) pairs[k / 2].take(sums[0], sums[1], lane.index);
     }
+    const float all_Bdh = sum_states(Bdh, lane.q), all_Ag = sum_states(Ag, lane.q), all_Ch = sum_states(Ch, lane.q);
+    // Before what is written, since the compiler moves no reads over that.
+    if (group) ready = operands(group - 1);
     float* to = bytes_on(&shared.sums[0][first + group][0], places.sums);
-    to[0] = sum_states(Bdh, lane.q), to[TILE * CHANNELS] = sum_states(Ag, lane.q);
-    to[2 * TILE * CHANNELS] = sum_states(Ch, lane.q);
+    to[0] = all_Bdh, to[TILE * CHANNELS] = all_Ag, to[2 * TILE * CHANNELS] = all_Ch;
 #pragma unroll
     for (int k = 0; k < GROUP; k += 2) {
       pairs[k / 2].put(bytes_on(&shared.channel_sums[first + group + k][0][0], places.channel_sums), lane.index);
