@@ -2,7 +2,7 @@
 
 Two of them: sums over heads are kept in registers, and those of one kernel leave no room for those of the other, nor
 for what it computes; numbers that do not fit wait in memory, which took twice as long. Tiles of pairs of tokens are
-(j, i): turned so that the sums over i, for x and B, are products of matrices whose first factor is in registers already.
+(j, i): turned so that the sums over i, for x and B, are products of matrices whose first factor is in registers.
 """
 
 from __future__ import annotations
