@@ -193,6 +193,12 @@ def saving_less(like: Tensor) -> bool:
     return recomputing() or _wanted(like)
 
 
+def graph_is_kept() -> bool:
+    """In backward: whether there may be another through the same graph. What hangs on its nodes, other than saved
+    tensors, stays until the whole graph goes."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 class ByProduct:
     """The tensors of one call of `recomputable`, as what the backward pass of their operation can give."""
 
@@ -200,13 +206,22 @@ class ByProduct:
         self.source: _Source | None = None
 
     def is_expected(self) -> bool:
-        """Whether somebody waits for them, in this backward pass."""
-        return self.source is not None and self.source.is_expected()
+        """Whether somebody waits for them, in this backward pass; asked once in it."""
+        expected = self.source is not None and self.source.is_expected()
+        if not expected:
+            self._let_go()
+        return expected
 
     def give(self, tensors: Sequence[Tensor]) -> None:
         """Hand them over, as `recomputable` would have them from its function."""
         if self.source is not None:
             self.source.give(tensors)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the function, which holds what was kept for it: as autograd lets go of saved tensors."""
+        if not graph_is_kept():
+            self.source = None
 
 
 def recomputable(

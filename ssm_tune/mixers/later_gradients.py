@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ssm_tune.kernels.recompute import Reference, recomputing, reference_to
+from ssm_tune.kernels.recompute import Reference, graph_is_kept, recomputing, reference_to
 from ssm_tune.mixers.master_weights import keeps_master, master_linear, product_in
 from ssm_tune.mixers.projections import project
 
@@ -48,9 +48,12 @@ class LaterGradient:
 
     def gradient(self) -> Tensor | None:
         slope, self.slope = self.slope, None
-        if slope is None or self.inputs is None:
+        reference = self.inputs
+        if not graph_is_kept():
+            self.inputs = None  # and with it what they would be computed from
+        if slope is None or reference is None:
             return None
-        inputs = self.inputs().flatten(0, -2).to(slope.dtype)
+        inputs = reference().flatten(0, -2).to(slope.dtype)
         with torch.autocast(slope.device.type, enabled=False):
             return product_in(self.factor.dtype, slope.t(), inputs)
 

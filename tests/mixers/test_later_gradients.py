@@ -10,6 +10,7 @@ import torch
 from operations.cuda_on_cpu import Compiler
 from peft import LoraConfig, get_peft_model
 from rows import LAYOUTS, make_documents, run, worst_gradient
+from storages import Storages
 from tiny import tiny_model
 
 from ssm_tune.adapter import guard_lifted
@@ -79,6 +80,23 @@ def test_the_same_gradients_and_no_second_scan(
     assert any("out_proj" in name for name in got)
     error, name = worst_gradient(got, wanted)
     assert error < 1e-2, name
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_a_layer_kept_is_free_when_backward_has_passed_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the rest of the graph, and what hangs on its nodes, is still there."""
+
+    def left(model: Any) -> int:
+        model.zero_grad()
+        with Storages() as storages, torch.autocast("cpu", torch.bfloat16):
+            loss = run(model, LAYOUTS["packed rows, left"](make_documents()), 100).loss
+            loss.backward()
+        return storages.alive(loss, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None))
+
+    model = make_model("mamba", method)
+    waiting = left(model)
+    monkeypatch.setattr("ssm_tune.mixers.mamba.later_gradient", lambda *_: None)
+    assert waiting <= left(model)
 
 
 def test_a_layer_that_is_watched_or_drops_does_not_wait() -> None:
