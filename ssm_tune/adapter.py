@@ -152,7 +152,8 @@ def apply_adapter(
         target_modules=shorten_paths(model, found.paths),
         modules_to_save=modules or None,
     )
-    with torch.random.fork_rng() if seed is not None else nullcontext():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []  # others are other processes'
+    with torch.random.fork_rng(devices) if seed is not None else nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
         peft_model = _put_on(model, config)
