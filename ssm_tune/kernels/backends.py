@@ -127,6 +127,14 @@ def call(operation: str, *args: Any, **kwargs: Any) -> Any:
     raise KernelError(f"{operation} on {device}: no backend can serve this call. " + "; ".join(reasons))
 
 
+def first_that_works(operation: str, device: torch.device, names: Sequence[str]) -> str | None:
+    """Of the backends of these names the preferred one that works on `device`: for what is made of several of them."""
+    for backend in _candidates(operation, device.type):
+        if backend.name in names and not _failure(backend, device):
+            return backend.name
+    return None
+
+
 def kernel_report(device: torch.device | str, operations: Sequence[str] = OPERATIONS) -> list[KernelChoice]:
     """What serves each of `operations` on `device`, after trying; a call that a backend cannot serve goes to the next.
 

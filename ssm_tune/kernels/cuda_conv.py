@@ -17,6 +17,7 @@ from ssm_tune.kernels.conv_gathered import remaining_rows
 from ssm_tune.kernels.cuda_tokens import ELEMENTS, MOST_ROWS, aligned, find_marks, pointer, structure, tokens_of
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.gradient_halves import gradient_of
+from ssm_tune.kernels.gradient_sums import second_gradient, takes_two
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in conv_common.cuh.
@@ -24,7 +25,7 @@ THREADS, CHANNELS, RUN, WARPS = 128, 128, 32, 4
 WIDTHS = (2, 3, 4)
 
 _Forward = structure("ForwardArguments", "x y", "weight bias marks", "", "length dim")
-_Backward = structure("BackwardArguments", "x dy dx", "weight bias marks dweight dbias", "", "length dim")
+_Backward = structure("BackwardArguments", "x dy more dx", "weight bias marks dweight dbias", "", "length dim")
 
 
 def causal_conv1d(
@@ -43,18 +44,20 @@ def causal_conv1d(
         Unsupported: a dtype, a width, channels or a length that the kernel is not written for, or nothing to do.
     """
     width = weight.shape[-1]
-    _check(x, weight, bias)
+    refuse(x, weight, bias)
     rows, documents, head = x, seq_idx, 0
     if initial_state is not None:
         rows, head = torch.cat([initial_state.transpose(1, 2).to(x.dtype), x], dim=1), width - 1
         documents = None if seq_idx is None else _with_head(seq_idx, head)
     marks = None if documents is None else find_marks(documents)
     bias = None if bias is None else bias.to(weight.dtype)
-    y = _Conv.apply(rows, weight, bias, marks, activation == "silu")[:, head:]
+    y = _Conv.apply(rows, weight, bias, marks, activation == "silu")
+    y = y[:, head:] if head else y
     return (y, remaining_rows(x, seq_idx, initial_state, width)) if return_final_state else y
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises Unsupported for what the kernels cannot do: x (batch, length, dim)."""
     batch, length, dim = x.shape
     for tensor in (x, weight, bias):
         if tensor is not None and tensor.dtype not in ELEMENTS:
@@ -81,6 +84,7 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None, silu: bool) -> Tensor:
         ctx.silu, ctx.gradient_of_x = silu, gradient_of(x)
+        takes_two(ctx)
         x, weight = aligned(x), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight, bias, marks)
@@ -91,7 +95,8 @@ class _Conv(torch.autograd.Function):
         x, weight, bias, marks = ctx.saved_tensors
         need_weight = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         dx = ctx.gradient_of_x(x)
-        dweight, dbias = convolve_backward(x, weight, bias, marks, dy, dx, need_weight, ctx.silu)
+        both = (dy, second_gradient(ctx))
+        dweight, dbias = convolve_backward(x, weight, bias, marks, both, dx, need_weight, ctx.silu)
         return dx, dweight, None if bias is None else dbias, None, None
 
 
@@ -109,25 +114,25 @@ def convolve_backward(
     weight: Tensor,
     bias: Tensor | None,
     marks: Tensor | None,
-    dy: Tensor,
+    dy: tuple[Tensor, Tensor | None],
     dx: Tensor,
     need_weight: bool,
     silu: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `convolve`; writes the gradient of x into `dx`.
+    """The backward pass of `convolve`, of one or two gradients by its output; writes the gradient of x into `dx`.
 
     Returns:
         The gradients of weight and bias, in the dtype of weight, if they are needed.
     """
     batch, length, dim = x.shape
-    dy = aligned(dy)
+    first, second = (None if gradient is None else aligned(gradient) for gradient in dy)
     parts = batch * _blocks(length) if need_weight else 0
     by_weight, by_bias = (torch.empty(parts, *size, device=x.device) for size in ((dim, weight.shape[1]), (dim,)))
-    tensors = {"x": tokens_of(x), "dy": tokens_of(dy), "dx": tokens_of(dx)}
+    tensors = {"x": tokens_of(x), "dy": tokens_of(first), "more": tokens_of(second), "dx": tokens_of(dx)}
     sums = {"dweight": pointer(by_weight), "dbias": pointer(by_bias)}
     arguments = _Backward(**tensors, **sums, **_common(x, weight, bias, marks))
     with device_of(x):
-        defines = {"SILU": int(silu), "NEED_WEIGHT": int(need_weight)}
+        defines = {"SILU": int(silu), "NEED_WEIGHT": int(need_weight), "TWO": int(second is not None)}
         _kernel("backward", x, weight, defines).launch(_grid(x), arguments)
     if not need_weight:
         return None, None

@@ -1,6 +1,7 @@
-"""`ssd_block` on our kernels in Triton alone: convolution, scan, gated norm. It needs no other package.
+"""`ssd_block` on our kernels alone: the convolution in CUDA C++ or Triton, the scan and the gated norm in Triton.
 
-What is kept and where gradients are written: `fused_ssd_block`. Without a norm, the gate is a product in PyTorch.
+It needs no other package. What is kept and where gradients are written: `fused_ssd_block`. Without a norm, the gate is
+a product in PyTorch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ssm_tune.kernels import ssd_block_parts
+from ssm_tune.kernels import backends, cuda_conv, ssd_block_parts, triton_conv
+from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.cuda_tokens import aligned, find_marks
 from ssm_tune.kernels.documents import find_documents
 from ssm_tune.kernels.fused_ssd_block import Functions, Marks, Settings, run_block
-from ssm_tune.kernels.triton_conv import convolve, convolve_backward, find_windows, refuse
+from ssm_tune.kernels.ssd_block_parts import split_projected
 from ssm_tune.kernels.triton_gated_norm import WIDEST, normalise, normalise_backward
 from ssm_tune.kernels.triton_ssd import refuse_sizes, scan
 from ssm_tune.kernels.triton_ssd_backward import scan_backward
@@ -45,7 +48,7 @@ def ssd_block(
         Unsupported: what the convolution or the scan cannot do: float64, wide heads, many states, no tokens.
     """
     dim, channels = A.shape[0] * head_dim, conv_weight.shape[0]
-    refuse(projected, conv_weight)
+    triton_conv.refuse(projected, conv_weight)
     refuse_sizes(projected, head_dim, (channels - dim) // (2 * groups))
     documents = None if seq_idx is None else find_documents(seq_idx)
     vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
@@ -57,18 +60,47 @@ def ssd_block(
         return ssd_block_parts.ssd_block(projected, *vectors, **norm, **settings, seq_idx=seq_idx)
     settings = Settings(head_dim, groups, chunk_size, tuple(dt_limit), eps, group_size or dim, norm_before_gate)
     projected = projected if projected.stride(-1) == 1 else projected.contiguous()
-    return run_block(_FUNCTIONS, projected, *vectors, documents, settings)
+    xBC = split_projected(projected, conv_weight, A)[1]
+    convolution = _CUDA if _is_for_cuda(xBC, conv_weight, conv_bias) else _TRITON
+    return run_block(Functions(*convolution, *_SCAN, scan_again=True), projected, *vectors, documents, settings)
+
+
+def _is_for_cuda(xBC: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether our convolution in CUDA C++ works here, is preferred to that in Triton, and can do it."""
+    if backends.first_that_works("causal_conv1d", xBC.device, ("cuda", "triton")) != "cuda":
+        return False
+    try:
+        cuda_conv.refuse(xBC, weight, bias)
+    except Unsupported:
+        return False
+    return True
 
 
 def _convolved(xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks) -> Tensor:
-    return convolve(xBC, weight, bias, None if marks is None else find_windows(marks[0], weight.shape[1], 0)[0])
+    return triton_conv.convolve(xBC, weight, bias, None if marks is None else _windows(marks, weight)[0])
 
 
 def _convolved_backward(
     xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    windows = None if marks is None else find_windows(marks[0], weight.shape[1], 0)
-    return convolve_backward(xBC, weight, bias, windows, slope, dxBC, need_weight=True)
+    windows = None if marks is None else _windows(marks, weight)
+    return triton_conv.convolve_backward(xBC, weight, bias, windows, slope, dxBC, need_weight=True)
+
+
+def _windows(marks: tuple[Tensor, Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
+    return triton_conv.find_windows(marks[0], weight.shape[1], 0)
+
+
+def _convolved_by_cuda(xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks) -> Tensor:
+    return cuda_conv.convolve(aligned(xBC), weight, bias, None if marks is None else find_marks(marks[0]))
+
+
+def _convolved_backward_by_cuda(
+    xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    found = None if marks is None else find_marks(marks[0])
+    dweight, dbias = cuda_conv.convolve_backward(aligned(xBC), weight, bias, found, slope, dxBC, need_weight=True)
+    return dweight, None if bias is None else dbias
 
 
 def _scanned(
@@ -112,6 +144,6 @@ def _scanned_backward(
     return dA, dD, ddt_bias
 
 
-_FUNCTIONS = Functions(
-    _convolved, _convolved_backward, _scanned, _scanned_backward, normalise, normalise_backward, scan_again=True
-)
+_TRITON = _convolved, _convolved_backward
+_CUDA = _convolved_by_cuda, _convolved_backward_by_cuda
+_SCAN = _scanned, _scanned_backward, normalise, normalise_backward

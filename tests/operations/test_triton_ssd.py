@@ -121,9 +121,14 @@ def test_lengths_on_a_gpu(length: int, without: tuple[str, ...], dt_limit: tuple
 @both_dtypes
 @pytest.mark.parametrize("documents", ["no documents", "start in the middle", "padding left"])
 @pytest.mark.parametrize("without", [(), ("norm_weight",)], ids=["norm", "gate alone"])
-def test_block_on_a_gpu(documents: str, without: tuple[str, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("convolution", ["cuda", "triton"])
+def test_block_on_a_gpu(
+    documents: str, convolution: str, without: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssm_tune.kernels import backends
     from ssm_tune.kernels.triton_ssd_block import ssd_block
 
+    monkeypatch.setattr(backends, "first_that_works", lambda *_: convolution)
     tensors = block_tensors(heads=8, head_dim=64, groups=2, state=128, without=without)
     settings = {"head_dim": 64, "groups": 2, "group_size": 256, "seq_idx": seq_idx_of(documents)}
     # Of bfloat16 the gradient of A is what is left of sums over rounded numbers that cancel.
