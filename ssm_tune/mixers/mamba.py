@@ -14,6 +14,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ssm_tune import kernels
 from ssm_tune.kernels.gradient_halves import split_in_two
+from ssm_tune.kernels.gradient_sums import used_twice
 from ssm_tune.kernels.recompute import random_state_for, recomputable, recomputed, reference_to
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
@@ -70,8 +71,9 @@ class MambaMixer(Patched):
         later: LaterGradient | None,
     ) -> Tensor:
         x, window = convolve_row(self.conv1d, x, window, seq_idx, keep_window=cache is not None)
+        x, scanned = used_twice(x)
         dt, B, C, dt_bias = self._select(x)
-        x = tapped(x, later)
+        x = tapped(scanned, later)
         A, D = self._recurrence()
         arguments = {"z": z, "dt_bias": dt_bias, "seq_idx": seq_idx, "initial_state": continued(state)}
         if cache is None:

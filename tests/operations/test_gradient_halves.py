@@ -312,7 +312,7 @@ def test_without_gradients_it_is_a_chunk() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("convolution", ["triton_conv", "causal_conv1d_cuda"])
+@pytest.mark.parametrize("convolution", ["cuda_conv", "triton_conv", "causal_conv1d_cuda"])
 def test_a_mixer_on_a_gpu_copies_nothing(monkeypatch: pytest.MonkeyPatch, convolution: str) -> None:
     """Also in a CUDA graph, with other numbers than it was captured with."""
     monkeypatch.setattr(gradient_halves, "DEVICES", ("cuda",))

@@ -3,9 +3,11 @@
 //
 // A token's dx is complete when WIDTH - 1 more real tokens of its document, or another document, have come: it is kept
 // beside the token until then. After its own tokens a warp goes on until its last is complete.
+//
+// Given by the compiler's options, beside those of conv_common.cuh: NEED_WEIGHT, TWO.
 
 struct BackwardArguments {
-  Tokens x, dy, dx;
+  Tokens x, dy, more, dx;     // more: if TWO, a second gradient by y, to be added to the first
   const void *weight, *bias;  // bias may be null
   const unsigned* marks;      // may be null
   float *dweight, *dbias;     // (rows, blocks of tokens, dim, WIDTH) and (rows, blocks of tokens, dim)
@@ -35,6 +37,21 @@ struct Window {
 #pragma unroll
     for (int k = 0; k + 1 < OLD; ++k) place[k] = place[k + 1];
     place[OLD - 1] = new_place;
+  }
+};
+
+// The gradient by y, of one tensor or of two.
+struct Slopes {
+  Line one, two;
+
+  __device__ __forceinline__ void read(float (&v)[4], int token, bool here) const {
+    ::read(v, one, token, here);
+#if TWO
+    float more[4];
+    ::read(more, two, token, here);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) v[c] += more[c];
+#endif
   }
 };
 
@@ -77,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const Backwa
   const bool here = channel < given.dim;
   const Factors factors(static_cast<const Weight*>(given.weight), static_cast<const Weight*>(given.bias), channel, here);
   const Marks marks(given.marks, row, length);
-  const Line x(given.x, row, channel), dy(given.dy, row, channel), to(given.dx, row, channel);
+  const Line x(given.x, row, channel), to(given.dx, row, channel);
+  const Slopes dy = {Line(given.dy, row, channel), Line(given.more, row, channel)};
   Sums sums = {};
   if (begin < length) {
     Window window;
@@ -90,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const Backwa
     for (int t = begin; t < end; t += GROUP) {
       if (t + GROUP <= end && !marks.any(t)) {
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) read(now[i], x, t + i, here), read(slopes[i], dy, t + i, here);
+        for (int i = 0; i < GROUP; ++i) read(now[i], x, t + i, here), dy.read(slopes[i], t + i, here);
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
           one_token(window, sums, factors, now[i], slopes[i], t + i, true, to, here);
@@ -104,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const Backwa
           continue;
         }
         if (is_start(mark)) window.close(to, here);
-        read(now[0], x, i, here), read(slopes[0], dy, i, here);
+        read(now[0], x, i, here), dy.read(slopes[0], i, here);
         one_token(window, sums, factors, now[0], slopes[0], i, true, to, here);
       }
     }
@@ -113,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const Backwa
       if (is_padding(mark)) continue;
       if (is_start(mark)) break;
       --more;
-      read(now[0], x, t, here), read(slopes[0], dy, t, here);
+      read(now[0], x, t, here), dy.read(slopes[0], t, here);
       one_token(window, sums, factors, now[0], slopes[0], t, false, to, here);
     }
     window.close(to, here);
