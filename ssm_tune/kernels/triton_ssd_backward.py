@@ -183,7 +183,7 @@ def arrangements_of(dtype: torch.dtype, head_dim: int, state: int) -> Arrangemen
         return Arrangements(Arrangement(32, 4, 1), Arrangement(32, 8, 1), Arrangement(32, 8, 1))
     if head_dim > 64:
         return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 1), Arrangement(64, 4, 1))
-    return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 2, programs=1), Arrangement(64, 4, 2))
+    return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 3, programs=1), Arrangement(64, 4, 3))
 
 
 def scan_backward(

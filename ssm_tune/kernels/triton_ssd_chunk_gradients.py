@@ -112,6 +112,7 @@ def within_chunk_kernel(
         reach += (row * chunks + chunk) * CHUNK
         seen = seen & (place[:, None] >= tl.load(reach + place)[None, :])
         to_the_end = place >= tl.load(reach + CHUNK - 1)
+    scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
     dy += row * dy_row + start * dy_token
     x += row * x_row + start * x_token
@@ -138,9 +139,8 @@ def within_chunk_kernel(
         weights = tl.where(seen, tl.exp2(binary[None, :] - binary[:, None]), 0.0)
         agreement *= weights
         pairs += agreement * steps[:, None]
-        mixing = tl.dot(b, tl.trans(c), input_precision=PRECISION)
-        agreement *= mixing
-        mixing = (mixing * weights).to(b.dtype)
+        agreement *= scores
+        mixing = (scores * weights).to(b.dtype)
         direct = tl.sum(agreement, axis=1)
         tl.store(by_decay + tokens, tl.sum(agreement * steps[:, None], axis=0))
         brought = tl.zeros([CHUNK], tl.float32)
@@ -169,6 +169,8 @@ def within_chunk_kernel(
         tl.store(sent + tokens, brought)
         tl.store(by_step + tokens, brought + direct)
     pairs = pairs.to(b.dtype)
+    # Read again: shared memory holds more heads without it in between.
+    c = read_tokens(C, place, n, remaining, state_dims, C_token, EVEN)
     to = part * to_part + row * to_row + group * to_group + start * to_token
     total = tl.dot(pairs, c, input_precision=PRECISION)
     write_tokens(dB + to, total, place, n, remaining, state_dims, to_token, EVEN)
