@@ -16,3 +16,9 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a GPU has; 1 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have of a GPU's shared memory; 0 for other devices, and where PyTorch cannot tell."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, "shared_memory_per_block_optin", 0)
