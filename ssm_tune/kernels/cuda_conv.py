@@ -76,6 +76,12 @@ def _with_head(seq_idx: Tensor, head: int) -> Tensor:
     return torch.cat([seq_idx.gather(1, first).expand(-1, head), seq_idx], dim=1)
 
 
+def _readable(weight: Tensor) -> Tensor:
+    """The tensor contiguous, the factors of a channel at once readable."""
+    weight = weight.contiguous()
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
+
+
 def _blocks(length: int) -> int:
     return -(-length // (RUN * WARPS))
 
@@ -85,7 +91,7 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None, silu: bool) -> Tensor:
         ctx.silu, ctx.gradient_of_x = silu, gradient_of(x)
         takes_two(ctx)
-        x, weight = aligned(x), weight.contiguous()
+        x, weight = aligned(x), _readable(weight)
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight, bias, marks)
         return convolve(x, weight, bias, marks, silu)

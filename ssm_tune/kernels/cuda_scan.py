@@ -141,15 +141,15 @@ class _Scan(torch.autograd.Function):
             dx, ddt, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast, dz, y)
         if y is not None:
             ctx.outputs.give([y])
-        states = row.A.shape[1]
+        states, dBC = row.A.shape[1], dBC.to(row.B.dtype)
         A_dtype, D_dtype, bias_dtype, state_dtype = ctx.dtypes
         needed = ctx.needs_input_grad
         gradients = [
             dx,
             ddt,
             dA.sum(0).to(A_dtype) if needed[2] else None,
-            dBC[..., :states].to(row.B.dtype) if needed[3] else None,
-            dBC[..., states:].to(row.C.dtype) if needed[4] else None,
+            dBC[..., :states] if needed[3] else None,
+            dBC[..., states:] if needed[4] else None,
             None if dD is None else dD.sum(0).to(D_dtype),
             dz,
             None if dbias is None else dbias.sum(0).to(bias_dtype),

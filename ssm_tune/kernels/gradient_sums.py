@@ -26,8 +26,14 @@ def second_gradient(ctx: Any) -> Tensor | None:
 
 def used_twice(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The tensor, once for each of two uses."""
-    wanted = torch.is_grad_enabled() and tensor.requires_grad and hasattr(tensor.grad_fn, "second")
-    return _Both.apply(tensor, tensor.grad_fn) if wanted and type(tensor) is Tensor else (tensor, tensor)
+    wanted = (
+        torch.is_grad_enabled()
+        and tensor.requires_grad
+        and type(tensor) is Tensor
+        and not torch.compiler.is_compiling()
+        and hasattr(tensor.grad_fn, "second")
+    )
+    return _Both.apply(tensor, tensor.grad_fn) if wanted else (tensor, tensor)
 
 
 class _Both(torch.autograd.Function):

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const Backwa
   const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * RUN;
   const int end = length - begin > RUN ? begin + RUN : length;
   const bool here = channel < given.dim;
-  const Factors factors(static_cast<const Weight*>(given.weight), static_cast<const Weight*>(given.bias), channel, here);
+  const Factors factors(given.weight, given.bias, channel, here);
   const Marks marks(given.marks, row, length);
   const Line x(given.x, row, channel), to(given.dx, row, channel);
   const Slopes dy = {Line(given.dy, row, channel), Line(given.more, row, channel)};

@@ -14,13 +14,18 @@ typedef float Weight;
 typedef unsigned short Weight;
 #endif
 
-__device__ __forceinline__ float widen(const Weight* weight) {
+// The factors of a channel, read at once where there are four.
+struct __align__(WIDTH == 4 ? 4 * sizeof(Weight) : sizeof(Weight)) ChannelWeights {
+  Weight of[WIDTH];
+};
+
+__device__ __forceinline__ float widen(Weight weight) {
 #if WEIGHT == 2
-  return *weight;
+  return weight;
 #elif WEIGHT == 1
-  return lower_half(*weight);
+  return lower_half(weight);
 #else
-  return from_bits((unsigned)*weight << 16);
+  return from_bits((unsigned)weight << 16);
 #endif
 }
 
@@ -28,12 +33,14 @@ __device__ __forceinline__ float widen(const Weight* weight) {
 struct Factors {
   float weight[WIDTH][4], bias[4];
 
-  __device__ __forceinline__ Factors(const Weight* weights, const Weight* biases, int channel, bool here) {
+  __device__ __forceinline__ Factors(const void* weights, const void* biases, int channel, bool here) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      bias[c] = biases && here ? widen(biases + channel + c) : 0.f;
+      ChannelWeights found = {};
+      if (here) found = static_cast<const ChannelWeights*>(weights)[channel + c];
 #pragma unroll
-      for (int k = 0; k < WIDTH; ++k) weight[k][c] = here ? widen(weights + (channel + c) * WIDTH + k) : 0.f;
+      for (int k = 0; k < WIDTH; ++k) weight[k][c] = widen(found.of[k]);
+      bias[c] = biases && here ? widen(static_cast<const Weight*>(biases)[channel + c]) : 0.f;
     }
   }
 

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_forward(const Forward
   const int end = length - begin > RUN ? begin + RUN : length;
   const bool here = channel < given.dim;
   if (begin >= length) return;
-  const Factors factors(static_cast<const Weight*>(given.weight), static_cast<const Weight*>(given.bias), channel, here);
+  const Factors factors(given.weight, given.bias, channel, here);
   const Marks marks(given.marks, row, length);
   const Line x(given.x, row, channel), y(given.y, row, channel);
   float old[OLD][4];
