@@ -296,16 +296,16 @@ def _chunk_gradients(
     parts = first.parts + second.parts
     parts_of_B, parts_of_C = steps.step.new_empty((2, parts, batch, length, groups, state))
     common = {"CHUNK": CHUNK, "HAS_DOCUMENTS": reach is not None, "PRECISION": PRECISION}
-    shape = length, heads, chunks, heads // groups
+    shape = batch, length, heads, chunks, heads // groups
     sizes = _sizes(across, length, head_dim, state)
-    across_chunks_kernel[first.parts * groups, chunks, batch](
+    across_chunks_kernel[(first.parts * groups * batch * chunks,)](
         dy, x, C, *steps, reach, states, dstates, parts_of_B, parts_of_C, read, carried, *shape, first.heads,
         first.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3], *C.stride()[:3], *parts_of_B.stride()[:4],
         **common, **sizes,
     )  # fmt: skip
     rest_of_B, rest_of_C = parts_of_B[first.parts :], parts_of_C[first.parts :]
     skips = (0, 0) if D is None else (*D.stride(), 0)[:2]
-    within_chunk_kernel[second.parts * groups, chunks, batch](
+    within_chunk_kernel[(second.parts * groups * batch * chunks,)](
         dy, x, B, C, D, *steps, reach, dstates, dx, rest_of_B, rest_of_C, by_step, mixed, sent, by_skip, *shape,
         second.heads, second.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3], *B.stride()[:3],
         *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[:4],

@@ -15,10 +15,19 @@ from ssm_tune.kernels.triton_ssd_common import read_tokens, write_tokens
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
+@triton.jit
+def place_of_program(parts, groups, batch):
+    """Part, group, row and chunk of a program: chunk by chunk, so that all rows are at the same."""
+    program = tl.program_id(0)
+    part, program = program % parts, program // parts
+    group, program = program % groups, program // groups
+    return part.to(tl.int64), group.to(tl.int64), (program % batch).to(tl.int64), program // batch
+
+
+@triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "heads_each", "parts"])
 def across_chunks_kernel(
     dy, x, C, step, decay, reach, states, dstates, dB, dC, by_decay, carried,
-    length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
+    batch, length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
     dy_row, dy_token, dy_head, x_row, x_token, x_head, C_row, C_token, C_group,
     to_part, to_row, to_token, to_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
@@ -28,10 +37,9 @@ def across_chunks_kernel(
 
     dB, dC: the gradients as far as they come from these states. by_decay: (batch, heads, chunks, CHUNK), the like for
     the sums of step * A, from the state before. carried: (batch, heads, chunks), the gradient of the sum to the end of
-    the chunk by what goes through from the one state to the other. Grid: (parts * groups, chunks, batch).
+    the chunk by what goes through from the one state to the other. Grid: (chunks * batch * groups * parts,).
     """
-    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    part, group = (tl.program_id(0) % parts).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
+    part, group, row, chunk = place_of_program(parts, heads // heads_of_group, batch)
     place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
     start, remaining = chunk.to(tl.int64) * CHUNK, length - chunk * CHUNK
     C += row * C_row + group * C_group + start * C_token
@@ -82,10 +90,10 @@ def across_chunks_kernel(
     write_tokens(dB + to, total_B, place, n, remaining, state_dims, to_token, EVEN)
 
 
-@triton.jit(do_not_specialize=["length", "heads", "chunks", "heads_each", "parts"])
+@triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "heads_each", "parts"])
 def within_chunk_kernel(
     dy, x, B, C, D, step, decay, reach, dstates, dx, dB, dC, by_step, by_decay, sent, by_skip,
-    length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
+    batch, length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
     dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     D_head, D_channel, dx_row, dx_token, dx_head,
     to_part, to_row, to_token, to_group,
@@ -99,8 +107,8 @@ def within_chunk_kernel(
     of the step, times the step, taken off), and what goes, times the step, to the end of the chunk. by_skip: what
     tokens, or, if D is wide, channels (batch, heads, chunks, head_dim), give the gradient of D. Grid: as above.
     """
-    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    part, group = (tl.program_id(0) % parts).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
+    part, group, row, chunk = place_of_program(parts, heads // heads_of_group, batch)
+    chunk = chunks - 1 - chunk  # what the other kernel has read last is in the cache
     place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
     start, remaining = chunk.to(tl.int64) * CHUNK, length - chunk * CHUNK
     B += row * B_row + group * B_group + start * B_token
