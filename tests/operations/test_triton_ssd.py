@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 
 import interpreted_ssd
 
+from ssm_tune.kernels import backends
 from ssm_tune.kernels.backends import Unsupported
 
 HERE = Path(__file__).parent
@@ -72,6 +73,15 @@ def test_what_it_cannot_do_is_refused(sizes: dict[str, int], dtype: torch.dtype,
     tensors = {name: t.to(dtype) for name, t in ssd_tensors(**sizes).items()}
     with pytest.raises(Unsupported, match=message):
         scan(**tensors)
+
+
+def test_of_some_backends_the_preferred_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_settings", backends._Settings())
+    device, names = torch.device("cpu"), ("reference", "chunked")
+    assert backends.first_that_works("ssd_scan", device, names) == "chunked"
+    backends.set_kernel_order(["reference"])
+    assert backends.first_that_works("ssd_scan", device, names) == "reference"
+    assert backends.first_that_works("ssd_scan", device, ("mamba_ssm",)) is None
 
 
 @pytest.mark.gpu
@@ -125,7 +135,6 @@ def test_lengths_on_a_gpu(length: int, without: tuple[str, ...], dt_limit: tuple
 def test_block_on_a_gpu(
     documents: str, convolution: str, without: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssm_tune.kernels import backends
     from ssm_tune.kernels.triton_ssd_block import ssd_block
 
     monkeypatch.setattr(backends, "first_that_works", lambda *_: convolution)
