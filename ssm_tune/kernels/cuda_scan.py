@@ -209,7 +209,7 @@ def shared_bytes(states: int, element_size: int) -> int:
     sums, wide = 3 * TILE * CHANNELS * 4, TILE * 2 * states * 4
     own, vectors = 2 * THREADS * 16, 2 * CHANNELS * 4
     raw = (2 * 4 * THREADS + TILE * 2 * states // 4) * 4 * element_size
-    pointers_and_marks = 10 * 8 * 8 + 16
+    pointers_and_marks = 10 * 8 * 8 + 32
     return before + steps + channel_sums + sums + wide + own + vectors + raw + pointers_and_marks
 
 

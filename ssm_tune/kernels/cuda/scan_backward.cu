@@ -39,7 +39,8 @@ struct Shared {
   Vector raw_BC[BC_VECTORS];
   Begins<10> begins;
   float* dBC;  // the block's part
-  unsigned marks[2];
+  const unsigned* marks_of_row;
+  unsigned marks[2], unused[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the caller reserves another amount of shared memory");
 
@@ -290,7 +291,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   }
   if (thread < 2) shared.marks[thread] = 0u;
   shared.begins.find(&given.x, 3, row, first_channel, thread);
-  if (thread == 0) shared.dBC = given.dBC + ((long long)blockIdx.x * gridDim.y + row) * length * BC;
+  if (thread == 0) {
+    shared.dBC = given.dBC + ((long long)blockIdx.x * gridDim.y + row) * length * BC;
+    shared.marks_of_row = marks_of_row(given.marks, row, length);
+  }
   __syncthreads();
 
   int slot = 1;  // of `raw`, that was filled last
@@ -313,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     if (back) copy_later<BYTES>(&raw[2][my.thread], dy, valid);
     if (HAS_Z && back) copy_later<BYTES>(&raw[3][my.thread], z, valid);
     BC_part.copy(shared.raw_BC, tile, length, back, my.thread);
-    copy_marks(&shared.marks[slot], given.marks, row, tile, length);
+    if (given.marks) copy_marks(&shared.marks[slot], shared.marks_of_row, tile);
     if (back && begins_chunk) {  // in the place of the last segment's, which is done or is not
       const Lane lane(thread);
       const bool active = first_channel + (int)lane.column < given.dim;

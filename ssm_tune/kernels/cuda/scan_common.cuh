@@ -79,10 +79,14 @@ struct Marks {
   unsigned starts, padding;
 };
 
-// Copies those of the tile that begins with token `first`, every thread for itself: 32 bits a tile, starts below padding.
-__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* marks, int row, unsigned first,
-                                           unsigned length) {
-  if (marks) copy_later<4>(to, marks + ((long long)row * ((length + TILE - 1) / TILE) + first / TILE), true);
+// Copies those of the tile that begins with token `first`, every thread for itself: 32 bits a tile of the row, starts
+// below padding; nullptr: all are plain.
+__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* of_row, unsigned first) {
+  copy_later<4>(to, of_row + first / TILE, true);
+}
+
+__device__ __forceinline__ const unsigned* marks_of_row(const unsigned* marks, int row, int length) {
+  return marks ? marks + (long long)row * ((length + TILE - 1) / TILE) : nullptr;
 }
 
 __device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) {

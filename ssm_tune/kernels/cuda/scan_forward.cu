@@ -79,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
 
   begins.find(&given.x, 3, row, blockIdx.x * CHANNELS, thread);
   __syncthreads();
+  const unsigned* of_row = marks_of_row(given.marks, row, length);
   auto prefetch = [&](int tile) {
     bool valid = here && tile + (int)mine < end;
     const int token = tile + (int)mine;
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_forward(const
     copy_later<BYTES>(&raw[1][thread], dt, valid);
     if (HAS_Z) copy_later<BYTES>(&raw[2][thread], z, valid);
     BC_part.copy(raw_BC, tile, end, true, thread);
-    copy_marks(all_marks + tile / TILE % 2, given.marks, row, tile, length);
+    if (of_row) copy_marks(all_marks + tile / TILE % 2, of_row, tile);
   };
 
   prefetch(begin);
