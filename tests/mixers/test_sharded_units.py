@@ -104,3 +104,25 @@ def test_weights_are_gathered_into_the_same_memory() -> None:
         } == places
         assert min(parameter.untyped_storage().size() for parameter in gathered) > 0
         del kept
+
+
+def test_sharded_blocks_hand_on_what_is_to_be_added_unless_others_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    with alone("cpu"):
+        model = sharded("mamba", "cpu")
+        block = model.backbone.layers[1]
+        mix = type(block).mix
+        given: list[bool] = []
+
+        def noted(self: Any, stream: Tensor, added: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor]:
+            given.append(added is not None)
+            return mix(self, stream, added, **arguments)
+
+        monkeypatch.setattr(type(block), "mix", noted)
+        joined = loss_and_gradients(model, (20, 28), 0)
+        block.register_forward_hook(lambda module, args, output: seen.append(output))
+        apart = loss_and_gradients(model, (20, 28), 0)
+    assert given == [False, True, True, True, True] + [False] * 5
+    assert isinstance(seen[0], Tensor)
+    for name, truth in apart.items():
+        assert (joined[name] - truth).norm() <= 1e-6 * truth.norm(), name
