@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ssm_tune.mixers.recorded_blocks import RecordedBlocks
+from ssm_tune.mixers.residual_stream import can_be_joined
 from ssm_tune.mixers.sharded_units import Unit, call_unit, gather_in_place, units_of
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ def _record_sharded(
     blocks: nn.ModuleList, units: list[Unit], hidden_states: Tensor, seq_idx: Tensor | None
 ) -> RecordedBlocks:
     """A piece for each unit."""
+    if not all(map(can_be_joined, blocks)):
+        raise RuntimeError("blocks are called one by one, for checkpointing or hooks")
     gathered = gather_in_place(units)
     ends = list(accumulate(map(len, units)))
     return RecordedBlocks(

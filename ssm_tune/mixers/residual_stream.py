@@ -57,7 +57,7 @@ def pass_through(
     same tensors or views of them. `gathered`: sharded blocks are whole, and FSDP2 need not see them called.
     """
     blocks = list(blocks)
-    if not all(map(_can_be_joined, blocks)):
+    if not all(map(can_be_joined, blocks)):
         for number, block in enumerate(blocks):
             stream = block(before(number, stream, None)[0], **arguments)
         return stream
@@ -76,7 +76,7 @@ def pass_through(
     return total
 
 
-def _can_be_joined(block: nn.Module) -> bool:
+def can_be_joined(block: nn.Module) -> bool:
     """Whether nobody but FSDP2 has to see the block called: hooks, checkpointing, a forward of its own (accelerate's),
     a compiled one, a wrapper."""
     own = vars(block)

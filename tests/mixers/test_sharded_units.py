@@ -126,3 +126,19 @@ def test_sharded_blocks_hand_on_what_is_to_be_added_unless_others_watch(monkeypa
     assert isinstance(seen[0], Tensor)
     for name, truth in apart.items():
         assert (joined[name] - truth).norm() <= 1e-6 * truth.norm(), name
+
+
+def test_blocks_that_are_checkpointed_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder().install(monkeypatch)
+    with alone("cpu"):
+        model = sharded("mamba", "cpu")
+        expected = loss_and_gradients(model, (20, 28), 0)
+        model.gradient_checkpointing_enable()
+        with graphs():
+            found = [loss_and_gradients(model, (20, 28), 0) for _ in range(3)]
+    assert recorder.recorded == 0
+    assert caplog.text.count("called one by one") == 1
+    for name, truth in expected.items():
+        assert (found[2][name] - truth).norm() <= 1e-6 * truth.norm(), name
