@@ -99,7 +99,8 @@ def _convolved_backward_by_cuda(
     xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     found = None if marks is None else find_marks(marks[0])
-    dweight, dbias = cuda_conv.convolve_backward(aligned(xBC), weight, bias, found, slope, dxBC, need_weight=True)
+    given = (aligned(xBC), weight, bias, found, (slope, None), dxBC)
+    dweight, dbias = cuda_conv.convolve_backward(*given, need_weight=True)
     return dweight, None if bias is None else dbias
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from comparison import (
     DOCUMENTS,
@@ -18,9 +22,10 @@ from comparison import (
     ssd_tensors,
     without_state,
 )
+from cuda_on_cpu import Compiler
 from torch import Tensor
 
-from ssm_tune.kernels import triton_ssd, triton_ssd_block
+from ssm_tune.kernels import backends, cuda_conv, triton_ssd, triton_ssd_block
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 PADDED = "padding on both sides and between"
@@ -42,6 +47,17 @@ def block(
     tensors = block_tensors(heads=2, head_dim=4, groups=groups, state=4, without=without)
     settings = {"head_dim": 4, "groups": groups, "seq_idx": seq_idx_of(documents), "tolerance": 5e-5} | settings
     assert_equals_reference("ssd_block", without_state(triton_ssd_block.ssd_block), tensors, **settings)
+
+
+def block_with_the_convolution_in_cuda() -> None:
+    """Where there is a compiler that can stand in for NVRTC."""
+    if shutil.which("g++") is None:
+        return
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_conv, "compiled", Compiler(Path(folder)))
+        patch.setattr(backends, "first_that_works", lambda *_: "cuda")
+        block()
+        block("padding right", without=("conv_bias",))
 
 
 def lose_contiguity(tensor: Tensor) -> Tensor:
@@ -107,6 +123,7 @@ CASES: dict[str, Callable[[], None]] = {
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),
     "block: documents": block,
+    "block: convolution in CUDA": block_with_the_convolution_in_cuda,
     "block: groups": lambda: block(groups=2, group_size=4, norm_before_gate=True, dt_limit=(0.01, 0.2)),
     "block: padding": lambda: block("padding right"),
     "block: padding inside": lambda: block(PADDED),
