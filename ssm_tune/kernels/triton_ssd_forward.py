@@ -7,14 +7,12 @@ come from the second-level cache. Shapes and names: `triton_ssd_common`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.triton_scan_steps import _LOG2_E
 from ssm_tune.kernels.triton_ssd_common import (
     CHUNK,
@@ -30,53 +28,84 @@ from ssm_tune.kernels.triton_ssd_common import (
 
 @triton.jit
 def within_chunk(scores, step, decay, reach, place, HAS_DOCUMENTS: tl.constexpr):
-    """What tokens j give tokens i of their chunk, (i, j), from C_i B_j: exp(decay_i - decay_j) step_j C_i B_j.
+    """What tokens j give tokens i of their chunk, (j, i), from B_j C_i: exp(decay_i - decay_j) step_j B_j C_i.
 
     decay is in units of log 2.
     """
-    seen = place[:, None] >= place[None, :]
+    seen = place[:, None] <= place[None, :]
     if HAS_DOCUMENTS:
-        seen = seen & (place[None, :] >= reach[:, None])
-    return tl.where(seen, scores * tl.exp2(decay[:, None] - decay[None, :]) * step[None, :], 0.0)
+        seen = seen & (place[:, None] >= reach[None, :])
+    return tl.where(seen, scores * tl.exp2(decay[None, :] - decay[:, None]) * step[:, None], 0.0)
+
+
+@triton.jit
+def read_chunk(
+    x, B, C, place, p, n, remaining, head_dims, state_dims, x_token, B_token, EVEN: tl.constexpr
+):  # fmt: skip
+    """x, B and C of the chunk that they point at."""
+    values = read_tokens(x, place, p, remaining, head_dims, x_token, EVEN)
+    b = read_tokens(B, place, n, remaining, state_dims, B_token, EVEN)
+    return values, b, read_tokens(C, place, n, remaining, state_dims, B_token, EVEN)
 
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks"])
 def forward_kernel(
     x, B, C, D, step, decay, reach, initial, y, final, length, heads, chunks, heads_of_group, head_dims, state_dims,
-    x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group, D_head, D_channel,
-    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr, HAS_D: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    x_row, x_token, x_head, B_row, B_token, B_group, D_head, D_channel,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y of a row, and the state after it, for one head and HEAD_DIM of its channels. Grid: (heads, blocks, batch)."""
+    """y of a row, and the state after it, for one head and HEAD_DIM of its channels. Grid: (heads, blocks, batch).
+
+    Tiles are turned, channels or tokens j first, so that the state and what enters it are factors in registers. The
+    next chunk is read into registers before the products of this one, if AHEAD. C lies as B does.
+    """
     head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
     p = tl.program_id(1) * HEAD_DIM + tl.arange(0, HEAD_DIM)
     group = (head // heads_of_group).to(tl.int64)
     x += row * x_row + head.to(tl.int64) * x_head
     B += row * B_row + group * B_group
-    C += row * C_row + group * C_group
+    C += row * B_row + group * B_group
     y_token = heads * head_dims
     y += row * length * y_token + head * head_dims
     step += (row * heads + head) * chunks * CHUNK
     decay += (row * heads + head) * chunks * CHUNK
     if HAS_DOCUMENTS:
         reach += row * chunks * CHUNK
-    inside = (n < state_dims)[:, None] & (p < head_dims)[None, :]
-    # Initial and final states are (batch, heads, head_dim, state).
-    turned = (row * heads + head) * head_dims * state_dims + p[None, :] * state_dims + n[:, None]
-    state = tl.zeros([STATE, HEAD_DIM], tl.float32)
+    inside = (p < head_dims)[:, None] & (n < state_dims)[None, :]
+    # As initial and final states, (batch, heads, head_dim, state).
+    tile = (row * heads + head) * head_dims * state_dims + p[:, None] * state_dims + n[None, :]
+    state = tl.zeros([HEAD_DIM, STATE], tl.float32)
     if HAS_INITIAL:
-        state = tl.load(initial + turned, mask=inside, other=0.0)
+        state = tl.load(initial + tile, mask=inside, other=0.0)
     if HAS_D:
         skip = tl.load(D + head * D_head + p * D_channel, mask=p < head_dims, other=0.0)
+    if AHEAD:
+        next_x, next_b, next_c = read_chunk(
+            x, B, C, place, p, n, length, head_dims, state_dims, x_token, B_token, EVEN
+        )  # fmt: skip
     for chunk in range(chunks):
         remaining = length - chunk * CHUNK
-        c = read_tokens(C, place, n, remaining, state_dims, C_token, EVEN)
-        b = read_tokens(B, place, n, remaining, state_dims, B_token, EVEN)
-        values = read_tokens(x, place, p, remaining, head_dims, x_token, EVEN)
+        if AHEAD:
+            values, b, c = next_x, next_b, next_c
+        else:
+            values, b, c = read_chunk(
+                x, B, C, place, p, n, remaining, head_dims, state_dims, x_token, B_token, EVEN
+            )  # fmt: skip
+        values = tl.trans(values)
         steps, decays = tl.load(step + place), tl.load(decay + place) * _LOG2_E
         total = tl.load(decay + CHUNK - 1) * _LOG2_E
-        scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+        scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+        onward = tl.where(chunk + 1 < chunks, CHUNK, 0)  # after the last chunk that again, which nobody uses
+        x += onward * x_token
+        B += onward * B_token
+        C += onward * B_token
+        if AHEAD:
+            next_x, next_b, next_c = read_chunk(
+                x, B, C, place, p, n, remaining - CHUNK, head_dims, state_dims, x_token, B_token, EVEN
+            )  # fmt: skip
         fading, weight, through = tl.exp2(decays), tl.exp2(total - decays) * steps, tl.exp2(total)
         reaches = 0
         if HAS_DOCUMENTS:
@@ -86,36 +115,19 @@ def forward_kernel(
             through = tl.where(last < 0, through, 0.0)
             reach += CHUNK
         mixing = within_chunk(scores, steps, decays, reaches, place, HAS_DOCUMENTS).to(values.dtype)
-        out = tl.dot(c, state.to(c.dtype), input_precision=PRECISION) * fading[:, None]
-        out = tl.dot(mixing, values, acc=out, input_precision=PRECISION)
+        out = tl.dot(state.to(c.dtype), tl.trans(c), input_precision=PRECISION) * fading[None, :]
+        out = tl.dot(values, mixing, acc=out, input_precision=PRECISION)
         if HAS_D:
-            out += skip[None, :] * values.to(tl.float32)
+            out += skip[:, None] * values.to(tl.float32)
+        out = tl.trans(out.to(y.dtype.element_ty))
         write_tokens(y, out, place, p, remaining, head_dims, y_token, EVEN)
-        entering = (values.to(tl.float32) * weight[:, None]).to(values.dtype)
-        state = tl.dot(tl.trans(b), entering, acc=state * through, input_precision=PRECISION)
-        x += CHUNK * x_token
-        B += CHUNK * B_token
-        C += CHUNK * C_token
+        entering = (values.to(tl.float32) * weight[None, :]).to(values.dtype)
+        state = tl.dot(entering, b, acc=state * through, input_precision=PRECISION)
         y += CHUNK * y_token
         step += CHUNK
         decay += CHUNK
     if HAS_FINAL:
-        tl.store(final + turned, state, mask=inside)
-
-
-class Arrangement(NamedTuple):
-    """Of a launch: channels of a head in a program, its warps, and how many chunks are in shared memory at a time."""
-
-    head_dim: int
-    warps: int
-    stages: int
-
-
-def arrangement_of(dtype: torch.dtype, state: int, few: bool) -> Arrangement:
-    """So that two programs share a multiprocessor; `few`: there are fewer heads than multiprocessors."""
-    if dtype == torch.float32:
-        return Arrangement(32, 4, 1)
-    return Arrangement(32 if few or state > 128 else 64, 4, 2)
+        tl.store(final + tile, state, mask=inside)
 
 
 def scan_forward(
@@ -135,8 +147,9 @@ def scan_forward(
     """
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
-    arrangement = arrangement_of(x.dtype, state, few=batch * heads < multiprocessors(x.device))
-    sizes = block_sizes(head_dim, state, arrangement.head_dim)
+    if B.stride() != C.stride():
+        B, C = B.contiguous(), C.contiguous()
+    sizes = block_sizes(head_dim, state, 64)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = x.new_empty((batch, heads, head_dim, state), dtype=torch.float32) if return_final_state else None
     D_strides = (0, 0) if D is None else (*D.stride(), 0)[:2]
@@ -145,9 +158,9 @@ def scan_forward(
             x, B, C, D, *steps, None if number is None else find_reach(number),
             None if initial_state is None else initial_state.contiguous(), y, final,
             length, heads, steps.step.shape[2], heads // groups, head_dim, state,
-            *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *D_strides,
-            CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), HAS_D=D is not None,
-            HAS_INITIAL=initial_state is not None, HAS_FINAL=return_final_state, HAS_DOCUMENTS=number is not None,
-            PRECISION=PRECISION, num_warps=arrangement.warps, num_stages=arrangement.stages, **sizes,
+            *x.stride()[:3], *B.stride()[:3], *D_strides,
+            CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), AHEAD=x.dtype != torch.float32,
+            HAS_D=D is not None, HAS_INITIAL=initial_state is not None, HAS_FINAL=return_final_state,
+            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, num_stages=1, **sizes,
         )  # fmt: skip
     return y, final
