@@ -194,9 +194,8 @@ def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, ini
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
     chunks = steps.step.shape[2]
-    narrow = x.dtype == torch.float32 or state > 128
-    stages = 1 if x.dtype == torch.float32 else 2 if narrow else 3
-    sizes = block_sizes(head_dim, state, 32 if narrow else 64)
+    width, stages = (32, 1) if x.dtype == torch.float32 else (64, 3)
+    sizes = block_sizes(head_dim, state, width)
     states = torch.empty((batch, heads, chunks, state, head_dim), dtype=x.dtype, device=x.device)
     with device_of(x):
         states_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](

@@ -103,15 +103,11 @@ def test_documents_on_a_gpu(documents: str, dtype: torch.dtype, scan: Scan) -> N
         (6, 64, 3, 64),
         (2, 128, 1, 128),
         (2, 96, 2, 48),
-        (2, 64, 1, 256),
         (3, 80, 1, 100),
         (160, 64, 1, 128),
     ],
 )
-def test_sizes_on_a_gpu(
-    heads: int, head_dim: int, groups: int, state: int, dtype: torch.dtype, scan: Scan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(scan.__globals__, "_MOST_STATES", 256)
+def test_sizes_on_a_gpu(heads: int, head_dim: int, groups: int, state: int, dtype: torch.dtype, scan: Scan) -> None:
     tensors = ssd_tensors(1 if heads > 100 else 2, 150, heads, head_dim, groups, state)
     tolerance = EXACT if dtype == torch.float32 else BFLOAT16
     assert_equals_reference("ssd_scan", scan, tensors, dtype, tolerance, wide=WIDE, device="cuda", looser=DECAYS)
