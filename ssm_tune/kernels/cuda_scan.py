@@ -2,7 +2,7 @@
 
 It needs neither an extension, nor Triton, nor a compiler: only the NVRTC of PyTorch's own wheels. Inputs and outputs
 are (batch, length, dim) as the projections beside it give and take them. A row is done in one go by blocks of 32
-channels, so that nothing has to be known beforehand. Forward keeps the state before every 80 tokens, from which
+channels, so that nothing has to be known beforehand. Forward keeps the state before every 96 tokens, from which
 backward works. How it is laid out: `cuda/scan_common.cuh`; why: benchmarks/NOTES.md.
 """
 
@@ -31,7 +31,7 @@ from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, ref
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in scan_common.cuh.
-THREADS, CHANNELS, CHUNK, SEGMENT = 128, 32, 80, 8
+THREADS, CHANNELS, CHUNK, SEGMENT = 128, 32, 96, 8
 STATES = (4, 8, 16, 32)
 _BLOCKS = 4  # of a multiprocessor
 _CAPABILITY = (8, 0)  # copies without waiting, TF32
@@ -205,12 +205,12 @@ class _Row(NamedTuple):
 def shared_bytes(states: int, element_size: int) -> int:
     """The size of `Shared` in scan_backward.cu."""
     before = (CHUNK // SEGMENT - 1) * THREADS * states
-    steps, channel_sums = TILE * CHANNELS * 16, TILE * 4 * 2 * states * 4
+    lines = TILE * 4 * max(32, 2 * states) * 4
     sums, wide = 3 * TILE * CHANNELS * 4, TILE * 2 * states * 4
-    own, vectors = 2 * THREADS * 16, 2 * CHANNELS * 4
+    own, vectors = 4 * THREADS * 16, 2 * CHANNELS * 4
     raw = (2 * 4 * THREADS + TILE * 2 * states // 4) * 4 * element_size
-    pointers_and_marks = 10 * 8 * 8 + 32
-    return before + steps + channel_sums + sums + wide + own + vectors + raw + pointers_and_marks
+    pointers_and_marks = 10 * 8 * 8 + 16
+    return before + lines + sums + wide + own + vectors + raw + pointers_and_marks
 
 
 _Forward = structure(

@@ -21,34 +21,34 @@ struct BackwardArguments {
 };
 
 constexpr int SEGMENT = 8, SEGMENTS = CHUNK / SEGMENT, GROUP = 4;  // tokens of a segment, whose sums go out by groups
+constexpr int LINE = BC > 32 ? BC : 32;                            // numbers of a token and warp
 
-// What a token of a channel needs beside B and C; on the way forth, whose two are those of every second tile.
+// What a token of a channel needs beside B and C.
 struct __align__(16) Step {
-  float dt, dtx, dy, slope;  // slope: of dt by what softplus was given
+  float dt, dtx, dy, unused;
 };
 
 struct Shared {
   States before[SEGMENTS - 1][THREADS];  // the state before each segment but the first; each thread's own
-  Step steps[TILE][WARPS][8];
-  alignas(16) float channel_sums[TILE][WARPS][BC];  // of each warp's eight: dB and dC
-  alignas(16) float sums[3][TILE][CHANNELS];        // over states: B dh, A g, C h
+  // The steps of eight channels; when a warp is through with a token, its sums over them: dB and dC.
+  alignas(16) float lines[TILE][WARPS][LINE];
+  alignas(16) float sums[3][TILE][CHANNELS];  // over states: B dh, A g, C h
   alignas(16) float wide[TILE * BC];
-  Float4 dD[THREADS], dbias[THREADS];  // each thread's own
+  Float4 steps[THREADS], slopes[THREADS], dD[THREADS], dbias[THREADS];  // each thread's own
   alignas(16) float D[CHANNELS], bias[CHANNELS];
   Vector raw[2][4][THREADS];
   Vector raw_BC[BC_VECTORS];
   Begins<10> begins;
   float* dBC;  // the block's part
-  const unsigned* marks_of_row;
-  unsigned marks[2], unused[2];
+  unsigned marks[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the caller reserves another amount of shared memory");
 
-// A channel's place among its warp's steps and, by the token, in `sums`, and how far numbers of a token are turned in
-// `channel_sums`: so that threads that write or read together meet different banks.
-__device__ __forceinline__ unsigned place_in_steps(unsigned channel, unsigned warp) { return channel % 8 ^ warp; }
+// A channel's place in its warp's lines and, by the token, in `sums`: so that threads that write or read together meet
+// different banks.
+__device__ __forceinline__ unsigned place_in_line(unsigned channel, unsigned warp) { return (channel % 8 ^ warp) * 4; }
 __device__ __forceinline__ unsigned place_in_sums(unsigned channel, unsigned token) { return channel ^ token % 4 * 8; }
-__device__ __forceinline__ unsigned turn_of(unsigned token) { return STATES > 4 ? token % 2 * 8 : 0; }
+__device__ __forceinline__ unsigned turn_in_line(unsigned token) { return token % 2 * 8; }  // of its sums
 
 // A thread as one of 128 that prepare numbers: a token of the tile, and four channels of it. These and the next are
 // worked out anew at every use, since there are no registers to keep them in.
@@ -83,16 +83,16 @@ struct Places {
     const unsigned odd = lane.index / 4 % 2, m = lane.index % 4;
     const unsigned number = S < 4 ? m * STATES : m / 2 * STATES + m % 2 * 2;
     before = anew(lane.thread * (unsigned)sizeof(States));
-    step = anew((unsigned)sizeof(Step) * (lane.warp * 8 + place_in_steps(lane.column, lane.warp)));
+    step = anew(4 * (lane.warp * LINE + place_in_line(lane.column, lane.warp)));
     wide = anew(4 * lane.q * S);
     sums = anew(4 * (lane.q * CHANNELS + place_in_sums(lane.column, lane.q)));
-    channel_sums = anew(4 * ((odd * WARPS + lane.warp) * BC + ((number + lane.q * S) ^ turn_of(odd))));
+    channel_sums = anew(4 * (odd * WARPS * LINE + lane.warp * LINE + ((number + lane.q * S) ^ turn_in_line(odd))));
   }
 };
 
 template <typename Type>
 __device__ __forceinline__ Type* bytes_on(Type* begin, unsigned bytes) {
-  return (Type*)((unsigned char*)begin + bytes);
+  return reinterpret_cast<Type*>(reinterpret_cast<unsigned char*>(begin) + bytes);
 }
 
 // total += a b of a warp. In float32 what TF32 cuts off counts as well.
@@ -182,13 +182,13 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
                                              const Places& places, int slot, int first, unsigned starts) {
   States decay[SEGMENT], h[SEGMENT];
   const States* before = bytes_on(&shared.before[slot][0], places.before);
-  const Step* steps = bytes_on(&shared.steps[first][0][0], places.step);
+  const float* steps = bytes_on(&shared.lines[first][0][0], places.step);
   const float* wide = bytes_on(shared.wide + first * BC, places.wide);
   {
     States state = *before;
 #pragma unroll
     for (int i = 0; i < SEGMENT; ++i) {
-      const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * 8);
+      const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * LINE);
       const States B = *reinterpret_cast<const States*>(wide + i * BC);
       if (STARTS && (starts >> i & 1u)) state = no_states();
 #pragma unroll
@@ -199,16 +199,6 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
       h[i] = state;
     }
   }
-  struct Operands {
-    Step step;
-    States B, C;
-  };
-  auto operands = [&](int i) {
-    const float* both = wide + i * BC;
-    return Operands{steps[i * WARPS * 8], *reinterpret_cast<const States*>(both),
-                    *reinterpret_cast<const States*>(both + STATES)};
-  };
-  Operands ready = operands(SEGMENT - 1);
 #pragma unroll
   for (int group = SEGMENT - GROUP; group >= 0; group -= GROUP) {
     ChannelSums sums[2];
@@ -217,46 +207,48 @@ __device__ __forceinline__ void back_segment(States& dh, States& dA, const State
 #pragma unroll
     for (int k = GROUP - 1; k >= 0; --k) {
       const int i = group + k;
-      const Operands of = k == GROUP - 1 ? ready : operands(i);
+      const Step step = *reinterpret_cast<const Step*>(steps + i * WARPS * LINE);
+      const States B = *reinterpret_cast<const States*>(wide + i * BC);
+      const States C = *reinterpret_cast<const States*>(wide + i * BC + STATES);
       const bool start = STARTS && (starts >> i & 1u);
       const States previous = start ? no_states() : i ? h[i ? i - 1 : 0] : *before;
       States gradient;
       Bdh[k] = Ag[k] = Ch[k] = 0.f;
 #pragma unroll
       for (int j = 0; j < S; ++j) {
-        gradient.v[j] = of.step.dy * of.C.v[j] + dh.v[j];
-        Bdh[k] += of.B.v[j] * gradient.v[j];
-        Ch[k] += of.C.v[j] * h[i].v[j];
+        gradient.v[j] = step.dy * C.v[j] + dh.v[j];
+        Bdh[k] += B.v[j] * gradient.v[j];
+        Ch[k] += C.v[j] * h[i].v[j];
         dh.v[j] = decay[i].v[j] * gradient.v[j];
         const float g = dh.v[j] * previous.v[j];
         Ag[k] += A.v[j] * g;
-        dA.v[j] += of.step.dt * g;
+        dA.v[j] += step.dt * g;
       }
       if (start) dh = no_states();
-      sums[k % 2].take(gradient, h[i], of.step.dtx, of.step.dy, lane.q);
+      sums[k % 2].take(gradient, h[i], step.dtx, step.dy, lane.q);
       if (k % 2 == 0) pairs[k / 2].take(sums[0], sums[1], lane.index);
     }
-    const float all_Bdh = sum_states(Bdh, lane.q), all_Ag = sum_states(Ag, lane.q), all_Ch = sum_states(Ch, lane.q);
-    // Before what is written, since the compiler moves no reads over that.
-    if (group) ready = operands(group - 1);
+    // All lanes have read their steps.
     float* to = bytes_on(&shared.sums[0][first + group][0], places.sums);
-    to[0] = all_Bdh, to[TILE * CHANNELS] = all_Ag, to[2 * TILE * CHANNELS] = all_Ch;
+    to[0] = sum_states(Bdh, lane.q), to[TILE * CHANNELS] = sum_states(Ag, lane.q);
+    to[2 * TILE * CHANNELS] = sum_states(Ch, lane.q);
+    warp_barrier();
 #pragma unroll
     for (int k = 0; k < GROUP; k += 2) {
-      pairs[k / 2].put(bytes_on(&shared.channel_sums[first + group + k][0][0], places.channel_sums), lane.index);
+      pairs[k / 2].put(bytes_on(&shared.lines[first + group + k][0][0], places.channel_sums), lane.index);
     }
   }
 }
 
-// A segment forward; `odd`: of an odd tile, whose steps and B lie beside those of the even one.
+// A segment forward.
 template <bool STARTS>
-__device__ __forceinline__ void forth_segment(States& h, const States& A, const Shared& shared, const Places& places,
-                                              int first, int odd, unsigned starts) {
-  const Step* steps = bytes_on(&shared.steps[first][0][0], places.step + 8 * odd);
-  const float* wide = bytes_on(shared.wide + first * BC, places.wide + 4 * STATES * odd);
+__device__ __forceinline__ void forth_segment(States& h, const States& A, Shared& shared, const Places& places,
+                                              int first, unsigned starts) {
+  const float* steps = bytes_on(&shared.lines[first][0][0], places.step);
+  const float* wide = bytes_on(shared.wide + first * BC, places.wide);
 #pragma unroll
   for (int i = 0; i < SEGMENT; ++i) {
-    const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * 8);
+    const Float2 step = *reinterpret_cast<const Float2*>(steps + i * WARPS * LINE);
     const States B = *reinterpret_cast<const States*>(wide + i * BC);
     if (STARTS && (starts >> i & 1u)) h = no_states();
 #pragma unroll
@@ -291,10 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   }
   if (thread < 2) shared.marks[thread] = 0u;
   shared.begins.find(&given.x, 3, row, first_channel, thread);
-  if (thread == 0) {
-    shared.dBC = given.dBC + ((long long)blockIdx.x * gridDim.y + row) * length * BC;
-    shared.marks_of_row = marks_of_row(given.marks, row, length);
-  }
+  if (thread == 0) shared.dBC = given.dBC + ((long long)blockIdx.x * gridDim.y + row) * length * BC;
   __syncthreads();
 
   int slot = 1;  // of `raw`, that was filled last
@@ -317,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     if (back) copy_later<BYTES>(&raw[2][my.thread], dy, valid);
     if (HAS_Z && back) copy_later<BYTES>(&raw[3][my.thread], z, valid);
     BC_part.copy(shared.raw_BC, tile, length, back, my.thread);
-    if (given.marks) copy_marks(&shared.marks[slot], shared.marks_of_row, tile);
+    copy_marks(&shared.marks[slot], given.marks, row, tile, length);
     if (back && begins_chunk) {  // in the place of the last segment's, which is done or is not
       const Lane lane(thread);
       const bool active = first_channel + (int)lane.column < given.dim;
@@ -328,63 +317,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       }
     }
   };
-  // What was copied for a thread of the tile that was copied last.
-  struct Given {
-    Vector x, dt, dy, z, BC[BC_TURNS];
-    unsigned starts, padding;
-  };
-  auto take = [&](int tile) {
+  // From what was copied to float32 for all: dt, dt x, B, C and, if `back`, dy.
+  auto prepare = [&](const Marks& marks, bool back) {
     const Preparing my(thread);
     Vector(&raw)[4][THREADS] = shared.raw[slot];
-    const Marks marks = marks_until(shared.marks[slot], tile, length);
-    if (marks.padding >> my.token & 1u) {
+    const bool padding = marks.padding >> my.token & 1u;
+    if (padding) {
       raw[0][my.thread] = raw[2][my.thread] = raw[3][my.thread] = nothing(), raw[1][my.thread] = no_step();
     }
-    Given it = {raw[0][my.thread], raw[1][my.thread], raw[2][my.thread], raw[3][my.thread], {}, marks.starts,
-                marks.padding};
-    read_BC(it.BC, shared.raw_BC, my.thread);
-    return it;
-  };
-  // As float32 for all, on the way forth: dt, dt x and B.
-  auto prepare = [&](const Given& it, int odd) {
-    const Preparing my(thread);
-    float x[4], dt[4];
-    unpack(it.x, x), unpack(it.dt, dt);
+    float x[4], dt[4], dy[4] = {0.f, 0.f, 0.f, 0.f};
+    Float4 steps, slopes;
+    unpack(raw[0][my.thread], x), unpack(raw[1][my.thread], dt);
     const Float4 bias = *reinterpret_cast<const Float4*>(shared.bias + my.place);
-    Step* steps = bytes_on(shared.steps[my.token][my.four / 2], 8 * odd);
-    const unsigned at = place_in_steps(my.place, my.four / 2);
+    if (back) {
+      unpack(raw[2][my.thread], dy);
+      if (HAS_Z) {
+        float z[4];
+        unpack(raw[3][my.thread], z);
 #pragma unroll
-    for (unsigned i = 0; i < 4; ++i) {
-      float step = step_size(dt[i] + bias.v[i]);
-      if (!SOFTPLUS && (it.padding >> my.token & 1u)) step = 0.f;
-      *reinterpret_cast<Float2*>(steps + (at ^ i)) = Float2{{step, step * x[i]}};
+        for (int i = 0; i < 4; ++i) dy[i] *= z[i] * sigmoid(z[i]);
+      }
     }
-    widen_BC(shared.wide, it.BC, it.padding, my.thread, false, STATES * odd);
-  };
-  // On the way back: dt, dt x, dy, the slope of dt, B and C.
-  auto prepare_back = [&](const Given& it) {
-    const Preparing my(thread);
-    float x[4], dt[4], dy[4], z[4];
-    unpack(it.x, x), unpack(it.dt, dt), unpack(it.dy, dy), unpack(it.z, z);
-    const Float4 bias = *reinterpret_cast<const Float4*>(shared.bias + my.place);
-    Step* steps = shared.steps[my.token][my.four / 2];
-    const unsigned at = place_in_steps(my.place, my.four / 2);
+    float* line = shared.lines[my.token][my.four / 2];
+    const unsigned at = place_in_line(my.place, my.four / 2);
 #pragma unroll
-    for (unsigned i = 0; i < 4; ++i) {
-      Step step;
-      step.dt = step_size(dt[i] + bias.v[i], &step.slope);
-      if (!SOFTPLUS && (it.padding >> my.token & 1u)) step.dt = step.slope = 0.f;
-      step.dtx = step.dt * x[i];
-      step.dy = HAS_Z ? dy[i] * (z[i] * sigmoid(z[i])) : dy[i];
-      steps[at ^ i] = step;
+    for (int i = 0; i < 4; ++i) {
+      steps.v[i] = step_size(dt[i] + bias.v[i], &slopes.v[i]);
+      if (!SOFTPLUS && padding) steps.v[i] = slopes.v[i] = 0.f;
+      const float input = steps.v[i] * x[i];
+      if (back) {
+        *reinterpret_cast<Step*>(line + (at ^ 4u * i)) = Step{steps.v[i], input, dy[i], 0.f};
+      } else {
+        *reinterpret_cast<Float2*>(line + (at ^ 4u * i)) = Float2{{steps.v[i], input}};
+      }
     }
-    widen_BC(shared.wide, it.BC, it.padding, my.thread);
+    if (back) shared.steps[my.thread] = steps, shared.slopes[my.thread] = slopes;
+    widen_BC(shared.wide, shared.raw_BC, marks.padding, my.thread);
   };
-  // The gradients by four channels of a token, and its output.
-  struct Found {
-    Vector dx, ddt, dz, y;
-  };
-  // From the sums over states.
+  // From the sums over states to the gradients by four channels of a token, and its output.
   auto finish = [&](int old, int tile) {
     const Preparing my(thread);
     const Vector(&raw)[4][THREADS] = shared.raw[old];
@@ -396,36 +366,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
     const Float4 Ag = *reinterpret_cast<const Float4*>(sums + TILE * CHANNELS);
     const Float4 Ch = *reinterpret_cast<const Float4*>(sums + 2 * TILE * CHANNELS);
     const Float4 D = *reinterpret_cast<const Float4*>(shared.D + my.place);
-    const Step* steps = shared.steps[my.token][my.four / 2];
-    const unsigned at = place_in_steps(my.place, my.four / 2);
+    const Float4 steps = shared.steps[my.thread], slopes = shared.slopes[my.thread];
     Float4 dD = shared.dD[my.thread], dbias = shared.dbias[my.thread];
     float x[4], z[4], dy[4], dx[4], ddt[4], dz[4], y[4];
     unpack(raw[0][my.thread], x), unpack(raw[2][my.thread], dy), unpack(raw[3][my.thread], z);
 #pragma unroll
-    for (unsigned i = 0; i < 4; ++i) {
-      const Step step = steps[at ^ i];
+    for (int i = 0; i < 4; ++i) {
       y[i] = Ch.v[i] + D.v[i] * x[i];
       if (HAS_Z) {
         const float open = sigmoid(z[i]), gate = z[i] * open;
         dz[i] = dy[i] * y[i] * (open + gate * (1.f - open));
-        y[i] *= gate;
+        y[i] *= gate, dy[i] *= gate;
       }
-      dx[i] = step.dt * Bdh.v[i] + D.v[i] * step.dy;
-      ddt[i] = (x[i] * Bdh.v[i] + LN_2 * Ag.v[i]) * step.slope;
+      dx[i] = steps.v[i] * Bdh.v[i] + D.v[i] * dy[i];
+      ddt[i] = (x[i] * Bdh.v[i] + LN_2 * Ag.v[i]) * slopes.v[i];
       dbias.v[i] += ddt[i];
-      dD.v[i] += step.dy * x[i];
+      dD.v[i] += dy[i] * x[i];
     }
     shared.dD[my.thread] = dD, shared.dbias[my.thread] = dbias;
-    return Found{pack(dx), pack(ddt), pack(HAS_Z ? dz : y), pack(y)};
-  };
-  auto put = [&](const Found& found, int tile) {
-    const Preparing my(thread);
     const int token = tile + (int)my.token;
-    if (token >= length || first_channel + (int)my.place >= given.dim) return;
-    *begins.at(6, given.dx.token, token, my.four) = found.dx;
-    *begins.at(7, given.ddt.token, token, my.four) = found.ddt;
-    if (HAS_Z) *begins.at(8, given.dz.token, token, my.four) = found.dz;
-    if (given.y.data) *begins.at(9, given.y.token, token, my.four) = found.y;
+    if (token < length && first_channel + (int)my.place < given.dim) {
+      *begins.at(6, given.dx.token, token, my.four) = pack(dx);
+      *begins.at(7, given.ddt.token, token, my.four) = pack(ddt);
+      if (HAS_Z) *begins.at(8, given.dz.token, token, my.four) = pack(dz);
+      if (given.y.data) *begins.at(9, given.y.token, token, my.four) = pack(y);
+    }
   };
   // dB and dC of a tile, over the block's channels.
   auto add_warps = [&](int tile) {
@@ -437,11 +402,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       Float4 sum = {{0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        const Float4 part = *reinterpret_cast<const Float4*>(&shared.channel_sums[token][w][number ^ turn_of(token)]);
+        const Float4 part = *reinterpret_cast<const Float4*>(&shared.lines[token][w][number ^ turn_in_line(token)]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum.v[j] += part.v[j];
       }
-      float* to = shared.dBC + (long long)(tile + (int)token) * BC + number;
+      float* to = shared.dBC + (long long)(tile + token) * BC + number;
       if (tile + (int)token < length) *reinterpret_cast<Float4*>(to) = sum;
     }
   };
@@ -449,65 +414,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
   prefetch((chunks - 1) * CHUNK, false, true);
   for (int chunk = chunks - 1; chunk >= 0; --chunk) {
     const int begin = chunk * CHUNK, tiles = ((length - begin < CHUNK ? length - begin : CHUNK) + TILE - 1) / TILE;
-    const int last = begin + (tiles - 1) * TILE;
-    // Copies what comes after a tile of the way forth.
-    auto prefetch_after = [&](int k) {
-      if (k + 1 < tiles) {
-        prefetch(begin + (k + 1) * TILE, false, false);
-      } else {
-        prefetch(last, true, tiles == 1);
-      }
-    };
     States h = no_states();
     {
       const Lane lane(thread);
       if (first_channel + (int)lane.column < given.dim) h = *reinterpret_cast<const States*>(kept_before(chunk, lane));
     }
-    wait_for_copies();
-    unsigned starts;
-    {
-      const Given it = take(begin);
-      starts = it.starts;
-      prepare(it, 0);
-    }
-    __syncthreads();
-    prefetch_after(0);
 #pragma unroll 1
     for (int k = 0; k < tiles; ++k) {
-      unsigned next_starts = 0u;
+      wait_for_copies();
+      const Marks marks = marks_until(shared.marks[slot], begin + k * TILE, length);
+      prepare(marks, false);
+      __syncthreads();
       if (k + 1 < tiles) {
-        wait_for_copies();
-        const Given it = take(begin + (k + 1) * TILE);
-        next_starts = it.starts;
-        prepare(it, (k + 1) % 2);
-        prefetch_after(k + 1);
+        prefetch(begin + (k + 1) * TILE, false, false);
+      } else {
+        prefetch(begin + k * TILE, true, k == 0);
       }
       const Lane lane(thread);
       const Places places(lane);
 #pragma unroll 1
       for (int segment = 2 * k; segment < 2 * k + 2 && segment < 2 * tiles - 1; ++segment) {
         const int first = segment % 2 * SEGMENT;
-        const unsigned some = starts >> first & 0xffu;
+        const unsigned starts = marks.starts >> first & 0xffu;
         if (segment) *bytes_on(&shared.before[segment - 1][0], places.before) = h;
-        if (some) {
-          forth_segment<true>(h, A, shared, places, first, k % 2, some);
+        if (starts) {
+          forth_segment<true>(h, A, shared, places, first, starts);
         } else {
-          forth_segment<false>(h, A, shared, places, first, k % 2, 0u);
+          forth_segment<false>(h, A, shared, places, first, 0u);
         }
       }
       if (k + 1 == tiles) *bytes_on(&shared.before[2 * k][0], places.before) = h;
-      starts = next_starts;
       __syncthreads();
-    }
-    wait_for_copies();
-    {
-      const Given it = take(last);
-      starts = it.starts;
-      prepare_back(it);
     }
 #pragma unroll 1
     for (int k = tiles - 1; k >= 0; --k) {
       const int tile = begin + k * TILE, old = slot;
+      wait_for_copies();
+      const Marks marks = marks_until(shared.marks[slot], tile, length);
+      prepare(marks, true);
       __syncthreads();
       if (k) {
         prefetch(tile - TILE, true, k == 1);
@@ -519,26 +463,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
 #pragma unroll 1
       for (int segment = 2 * k + 1; segment >= 2 * k; --segment) {
         const int first = segment % 2 * SEGMENT, before = segment ? segment - 1 : SEGMENTS - 2;
-        const unsigned some = starts >> first & 0xffu;
-        if (some) {
-          back_segment<true>(dh, dA, A, shared, lane, places, before, first, some);
+        const unsigned starts = marks.starts >> first & 0xffu;
+        if (starts) {
+          back_segment<true>(dh, dA, A, shared, lane, places, before, first, starts);
         } else {
           back_segment<false>(dh, dA, A, shared, lane, places, before, first, 0u);
         }
       }
       __syncthreads();
       add_warps(tile);
-      if (k) {
-        // What was copied is read before anything is written, so that the two can be worked out together.
-        wait_for_copies();
-        const Given it = take(tile - TILE);
-        starts = it.starts;
-        const Found found = finish(old, tile);
-        prepare_back(it);
-        put(found, tile);
-      } else {
-        put(finish(old, tile), tile);
-      }
+      finish(old, tile);
+      __syncthreads();
     }
   }
   {
@@ -549,7 +484,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scan_backward(cons
       *reinterpret_cast<States*>(given.dfirst + to) = dh;
     }
   }
-  __syncthreads();
   // Over the sixteen tokens of a tile.
   if (thread < CHANNELS && first_channel + (int)thread < given.dim) {
     float sum_D = 0.f, sum_bias = 0.f;

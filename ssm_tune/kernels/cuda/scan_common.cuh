@@ -10,7 +10,7 @@
 //
 // Given by the compiler's options, beside those of tokens.cuh: STATES (4, 8, 16, 32), HAS_Z, SOFTPLUS.
 
-constexpr int WARPS = 4, THREADS = 128, CHANNELS = 32, TILE = 16, CHUNK = 80;
+constexpr int WARPS = 4, THREADS = 128, CHANNELS = 32, TILE = 16, CHUNK = 96;
 constexpr int S = STATES / 4;
 constexpr int BC = 2 * STATES;                 // B and C of a token, side by side
 constexpr int BC_VECTORS = TILE * BC / 4;      // fours of them in a tile
@@ -79,14 +79,10 @@ struct Marks {
   unsigned starts, padding;
 };
 
-// Copies those of the tile that begins with token `first`, every thread for itself: 32 bits a tile of the row, starts
-// below padding; nullptr: all are plain.
-__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* of_row, unsigned first) {
-  copy_later<4>(to, of_row + first / TILE, true);
-}
-
-__device__ __forceinline__ const unsigned* marks_of_row(const unsigned* marks, int row, int length) {
-  return marks ? marks + (long long)row * ((length + TILE - 1) / TILE) : nullptr;
+// Copies those of the tile that begins with token `first`, every thread for itself: 32 bits a tile, starts below padding.
+__device__ __forceinline__ void copy_marks(unsigned* to, const unsigned* marks, int row, unsigned first,
+                                           unsigned length) {
+  if (marks) copy_later<4>(to, marks + ((long long)row * ((length + TILE - 1) / TILE) + first / TILE), true);
 }
 
 __device__ __forceinline__ Marks marks_until(unsigned read, int first, int end) {
@@ -121,26 +117,16 @@ struct BCPart {
   }
 };
 
-// What a thread's `BCPart` copied, as float32 for all; zero for padding. Without C, B may go `shift` numbers further.
-__device__ __forceinline__ void widen_BC(float* to, const Vector (&from)[BC_TURNS], unsigned padding, unsigned thread,
-                                         bool both = true, int shift = 0) {
+// What `copy_BC` copied for this thread, as float32 for all; zero for padding.
+__device__ __forceinline__ void widen_BC(float* to, const Vector* from, unsigned padding, unsigned thread) {
 #pragma unroll
   for (int turn = 0; turn < BC_TURNS; ++turn) {
     const unsigned i = thread + turn * THREADS;
     if (BC_VECTORS % THREADS && i >= BC_VECTORS) break;
-    if (!both && i % (2 * S) >= S) continue;
     Float4 wide;
-    unpack(from[turn], wide.v);
+    unpack(from[i], wide.v);
     if (padding >> i / (2 * S) & 1u) wide = Float4{{0.f, 0.f, 0.f, 0.f}};
-    *reinterpret_cast<Float4*>(to + 4 * i + shift) = wide;
-  }
-}
-
-__device__ __forceinline__ void read_BC(Vector (&to)[BC_TURNS], const Vector* from, unsigned thread) {
-#pragma unroll
-  for (int turn = 0; turn < BC_TURNS; ++turn) {
-    const unsigned i = thread + turn * THREADS;
-    if (BC_VECTORS % THREADS == 0 || i < BC_VECTORS) to[turn] = from[i];
+    reinterpret_cast<Float4*>(to)[i] = wide;
   }
 }
 
