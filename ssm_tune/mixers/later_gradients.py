@@ -94,4 +94,6 @@ def project_later(
     if later is None:
         return project(linear, x, quantised_dtype)
     later.inputs = reference_to(x)
-    return linear.forward_later(x, later) if isinstance(linear, LaterLayer) else master_linear(linear, x, later)
+    if isinstance(linear, LaterLayer):
+        return linear.forward_later(x, later)
+    return master_linear(linear, x, later.set_slope)

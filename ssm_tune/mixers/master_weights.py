@@ -9,7 +9,8 @@ the matrix product in float32, where autocast's is rounded to lower precision an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,6 @@ from torch.nn import functional as F
 
 from ssm_tune.kernels.recompute import saving_less
 from ssm_tune.mixers.watched import is_watched
-
-if TYPE_CHECKING:
-    from ssm_tune.mixers.later_gradients import LaterGradient
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -41,20 +39,22 @@ def keeps_master(linear: nn.Module, x: Tensor) -> bool:
     )
 
 
-def master_linear(linear: nn.Module, x: Tensor, later: LaterGradient | None = None) -> Tensor:
+def master_linear(linear: nn.Module, x: Tensor, leave: Callable[[Tensor], None] | None = None) -> Tensor:
     """`linear(x)` under autocast: x (..., in), and the result (..., out), in autocast's dtype.
 
-    later: takes care of the weight's gradient.
+    leave: takes care of the weight's gradient; given the slope of the result, (tokens, out), in backward.
     """
-    weight = linear.weight if later is None else linear.weight.detach()
-    return _MasterLinear.apply(x.to(torch.get_autocast_dtype(x.device.type)), weight, linear.bias, later)
+    weight = linear.weight if leave is None else linear.weight.detach()
+    return _MasterLinear.apply(x.to(torch.get_autocast_dtype(x.device.type)), weight, linear.bias, leave)
 
 
 class _MasterLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: LaterGradient | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leave: Callable[[Tensor], None] | None
+    ) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        ctx.later = later
+        ctx.leave = leave
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Cast here, not by autocast, which would keep the copies until it ends.
@@ -74,8 +74,8 @@ class _MasterLinear(torch.autograd.Function):
                 dweight = product_in(torch.float32, flat.t(), x.flatten(0, -2))
             if ctx.needs_input_grad[2]:
                 dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if ctx.later is not None:
-            ctx.later.set_slope(flat)
+        if ctx.leave is not None:
+            ctx.leave(flat)
         return dx, dweight, dbias, None
 
 
