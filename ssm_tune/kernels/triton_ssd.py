@@ -25,7 +25,9 @@ from ssm_tune.kernels.triton_ssd_forward import scan_forward
 _SHARED = 157 * 1024  # bytes of shared memory that the largest kernel takes: an A100 has 163 KB, an RTX 4090 99
 _MOST_ROWS = 65535  # what a launch takes in its third dimension
 _compiled: set[tuple[Any, ...]] = set()  # what the kernels of both passes are ready for
-_MOST_STATES, _MOST_CHANNELS = 128, 128  # of a head: what has been run on a GPU
+# What has been run on a GPU: states and channels of a head, and dtypes.
+_MOST_STATES, _MOST_CHANNELS = 128, 128
+_RUN_ON_GPUS = (torch.bfloat16, torch.float16)
 
 
 def ssd_scan(
@@ -49,8 +51,8 @@ def ssd_scan(
     `chunk_size` is not used: chunks have the size that the kernels are made for.
 
     Raises:
-        Unsupported: float64, heads of more than 128 states or channels, a GPU with little shared memory, no tokens, or
-            more rows than a launch takes.
+        Unsupported: float64, float32 on a GPU, heads of more than 128 states or channels, a GPU with little shared
+            memory, no tokens, or more rows than a launch takes.
     """
     refuse_sizes(x, x.shape[-1], B.shape[-1])
     vectors = (A, D, dt_bias, initial_state)
@@ -130,6 +132,8 @@ def refuse_sizes(x: Tensor, channels: int, states: int) -> None:
     """Raises Unsupported for what the kernels cannot do: x (batch, length, ...), and the sizes of a head."""
     if x.dtype == torch.float64:
         raise Unsupported("float64 is computed in PyTorch only")
+    if x.is_cuda and x.dtype not in _RUN_ON_GPUS:
+        raise Unsupported(f"{x.dtype}: these kernels have not been run with it on a GPU")
     if x.is_cuda and shared_memory(x.device) < _SHARED:
         raise Unsupported(f"a GPU with {shared_memory(x.device)} bytes of shared memory a program, at least {_SHARED}")
     if states > _MOST_STATES or channels > _MOST_CHANNELS:

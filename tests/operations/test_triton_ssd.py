@@ -54,6 +54,13 @@ def test_interpreted(interpreted: dict[str, str], case: str) -> None:
     assert interpreted[case] == ""
 
 
+@pytest.fixture(autouse=True)
+def float32_on_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ssm_tune.kernels import triton_ssd
+
+    monkeypatch.setattr(triton_ssd, "_RUN_ON_GPUS", (torch.float32, *triton_ssd._RUN_ON_GPUS))
+
+
 @pytest.fixture
 def scan() -> Scan:
     from ssm_tune.kernels.triton_ssd import ssd_scan
