@@ -151,7 +151,7 @@ def test_scan_speed_in_small() -> None:
     assert len(errors) == 9 and max(errors) < 1e-2
     assert any(line.startswith("sweep backward") for line in lines)
     assert any(
-        line.startswith("ours, documents")
+        line.startswith("triton_conv, documents")
         for line in run("scan_speed.py", "--conv", *sizes, TRITON_INTERPRET="1").splitlines()
     )
 
