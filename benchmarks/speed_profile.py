@@ -18,7 +18,11 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("copies and casts", r"^Mem(cpy|set)"),
     ("between GPUs", r"^nccl"),
     ("selective scan", r"selective_scan|^scan_(for|back)ward$|^((reverse_)?ends|carry|prepare|(for|back)ward)_kernel$"),
-    ("SSD", r"^_(chunk|state_passing|bmm_chunk)_"),
+    (
+        "SSD",
+        r"^_(chunk|state_passing|bmm_chunk)_|"
+        r"^(steps|output|states|state_gradients|across_chunks|within_chunk|step_gradients|add_parts)_kernel$",
+    ),
     ("convolution", r"conv1d|conv_depthwise|^conv_(slope_)?kernel$|convolve|fprop|dgrad|wgrad"),
     ("attention", r"flash|fmha|attention"),
     ("norms", r"(layer|rms|add)_?norm|GammaBeta"),

@@ -83,6 +83,8 @@ def test_the_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         "_chunk_scan_chunk_state_bwd_dx_kernel": "SSD",
         "_state_passing_fwd_kernel": "SSD",
         "_bmm_chunk_bwd_kernel": "SSD",
+        "output_kernel": "SSD",
+        "state_gradients_kernel": "SSD",
         "void causal_conv1d_channellast_fwd_kernel<Causal_conv1d_channellast_fwd_kernel_traits<128> >": "convolution",
         "conv_slope_kernel": "convolution",
         "_layer_norm_bwd_kernel": "norms",

@@ -49,7 +49,7 @@ def read_chunk(
 
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks"])
-def forward_kernel(
+def output_kernel(
     x, B, C, D, step, decay, reach, initial, y, final, length, heads, chunks, heads_of_group, head_dims, state_dims,
     x_row, x_token, x_head, B_row, B_token, B_group, D_head, D_channel,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
@@ -154,7 +154,7 @@ def scan_forward(
     final = x.new_empty((batch, heads, head_dim, state), dtype=torch.float32) if return_final_state else None
     D_strides = (0, 0) if D is None else (*D.stride(), 0)[:2]
     with device_of(x):
-        forward_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
+        output_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
             x, B, C, D, *steps, None if number is None else find_reach(number),
             None if initial_state is None else initial_state.contiguous(), y, final,
             length, heads, steps.step.shape[2], heads // groups, head_dim, state,
