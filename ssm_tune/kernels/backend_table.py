@@ -65,14 +65,14 @@ BACKENDS = (
     _hub("selective_scan_step", "mamba_ssm_scan", HUB_MAMBA_SSM, _TRITON),
     Backend("selective_scan_step", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("ssd_scan", "numba", "cpu_ssd", _CPU, "numba", _NUMBA),
+    Backend("ssd_scan", "triton", "triton_ssd", _CUDA, "triton", _TRITON),
     Backend("ssd_scan", "mamba_ssm", "mamba_ssm_ssd", _CUDA, "mamba_ssm", _TRITON),
     _hub("ssd_scan", "mamba_ssm_ssd", HUB_MAMBA_SSM, _TRITON),
-    Backend("ssd_scan", "triton", "triton_ssd", _CUDA, "triton", _TRITON),
     Backend("ssd_scan", "chunked", "ssd_chunked", cost="chunks of matrix products in PyTorch, several times slower"),
     Backend("ssd_scan", "reference", "reference", cost=_TOKEN_BY_TOKEN),
+    Backend("ssd_block", "triton", "triton_ssd_block", _CUDA, "triton", _TRITON),
     Backend("ssd_block", "mamba_ssm", "mamba_ssm_block", _CUDA, "mamba_ssm", _TRITON),
     _hub("ssd_block", "mamba_ssm_block", HUB_MAMBA_SSM, _TRITON),
-    Backend("ssd_block", "triton", "triton_ssd_block", _CUDA, "triton", _TRITON),
     # An order that names one of another kind for a part means the parts.
     Backend(
         "ssd_block",
