@@ -111,26 +111,34 @@ class _LoraLinear(torch.autograd.Function):
             y = torch.mm(h, low_B.t()).addmm_(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
-        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight, low_A, low_B, h)
+        need_A, need_B = ctx.needs_input_grad[3:5]
+        ctx.save_for_backward(x if need_A else None, weight, low_A, low_B, h if need_B else None)
         ctx.scale, ctx.dtypes, ctx.later = scale, (A.dtype, B.dtype), later
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, A, B, h = ctx.saved_tensors
-        dx = dA = dB = None
+        dx = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
             dh = _scaled_product(flat, B, ctx.scale)
             if ctx.needs_input_grad[0]:
                 dx = torch.mm(dh, A).addmm_(flat, weight).view(*dy.shape[:-1], weight.shape[1])
-            if x is not None:
-                dA = product_in(ctx.dtypes[0], dh.t(), x.flatten(0, -2))
-            if ctx.needs_input_grad[4]:
-                dB = product_in(ctx.dtypes[1], flat.t(), h)
+            dA, dB = _adapter_gradients(flat, dh, x, h, ctx.dtypes)
         if ctx.later is not None:
             ctx.later.set_slope(dh)
         return dx, None, None, dA, dB, None, None
+
+
+def _adapter_gradients(
+    dy: Tensor, dh: Tensor, x: Tensor | None, h: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of A (r, in) and B (out, r) in their dtypes, of dy (tokens, out), dh (tokens, r) = scale dy B, the input
+    x (..., in) and h (tokens, r) = scale x A'. None where x or h is None: that gradient is not wanted."""
+    dA = None if x is None else product_in(dtypes[0], dh.t(), x.flatten(0, -2))
+    dB = None if h is None else product_in(dtypes[1], dy.t(), h)
+    return dA, dB
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
