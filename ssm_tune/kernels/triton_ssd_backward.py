@@ -205,11 +205,14 @@ def scan_backward(
     dC: Tensor,
     ddt: Tensor,
     dfinal: Tensor | None = None,
+    steps: Steps | None = None,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Gradients from dy, and dfinal, that of the final state: (batch, heads, head_dim, state), float32.
 
     The inputs are those of the forward pass: number (batch, length), int32; initial_state as the final state; A, D and
     dt_bias float32. dx, dB, dC and ddt are written; their last dimensions are contiguous, but that of ddt need not be.
+    steps, states: what `prepare_steps` and `states_before` give for these inputs, if known; else worked out here.
 
     Returns:
         The gradients of A, of D (None without one), of dt_bias, and of the initial state (None without one), float32.
@@ -218,8 +221,8 @@ def scan_backward(
     reach = None if number is None else find_reach(number)
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     with device_of(x):
-        steps = prepare_steps(dt, A, dt_bias, dt_softplus, dt_limit)
-        states = states_before(x, B, steps, number, initial_state)
+        steps = prepare_steps(dt, A, dt_bias, dt_softplus, dt_limit) if steps is None else steps
+        states = states_before(x, B, steps, number, initial_state) if states is None else states
         dstates, dinitial = _state_gradients(dy, C, steps, reach, dfinal, initial_state is not None)
         found = _chunk_gradients(dy, x, B, C, D, steps, reach, states, dstates, dx, dB, dC)
         chunks = steps.step.shape[2]

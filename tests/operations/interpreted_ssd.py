@@ -25,7 +25,7 @@ from comparison import (
 from cuda_on_cpu import Compiler
 from torch import Tensor
 
-from ssm_tune.kernels import backends, cuda_conv, triton_ssd, triton_ssd_block
+from ssm_tune.kernels import backends, cuda_conv, triton_ssd, triton_ssd_backward, triton_ssd_block, triton_ssd_common
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 PADDED = "padding on both sides and between"
@@ -102,6 +102,28 @@ def other_documents_change_nothing() -> None:
         scan(small(), seq_idx=seq_idx_of(name))
 
 
+def steps_and_states_that_are_known() -> None:
+    """Backward uses them, to the bit as those that it works out; other ones give other gradients."""
+    x, dt, A, B, C, D, dt_bias, initial = (t.float() for t in small(length=130).values())
+    number = torch.tensor([[0] * 70 + [1] * 60] * 2, dtype=torch.int32)
+    steps = triton_ssd_common.prepare_steps(dt, A, dt_bias)
+    states = triton_ssd_common.states_before(x, B, steps, number, initial)
+
+    def gradients(**known: Any) -> list[Tensor]:
+        written = {"dx": torch.empty_like(x), "ddt": torch.empty_like(dt)}
+        written |= {"dB": torch.empty_like(B), "dC": torch.empty_like(C)}
+        given = (x, x, dt, A, B, C, D, dt_bias, number, initial, True, triton_ssd_common.NO_LIMIT)
+        returned = triton_ssd_backward.scan_backward(*given, **written, **known)
+        return [*written.values(), *returned]
+
+    expected, found = gradients(), gradients(steps=steps, states=states)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), "known"
+    dC, dx = 3, 0
+    assert not torch.equal(expected[dC], gradients(steps=steps, states=states * 2)[dC]), "states"
+    doubled = triton_ssd_common.Steps(steps.step * 2, steps.decay)
+    assert not torch.equal(expected[dx], gradients(steps=doubled, states=states)[dx]), "steps"
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"documents: {name}": lambda n=name: scan(small(), seq_idx=seq_idx_of(n)) for name in DOCUMENTS},
     **{f"length {n}": lambda n=n: scan(small(length=n)) for n in (1, 2, 64, 130)},
@@ -118,6 +140,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float16": lambda: scan(small(), dtype=torch.float16, tolerance=ROUNDED, wide=WIDE),
     "states that last": states_that_last,
     "states that last, many channels": lambda: states_that_last(heads=1, head_dim=40),
+    "steps and states that are known": steps_and_states_that_are_known,
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),
     "block: documents": block,
