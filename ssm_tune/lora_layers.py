@@ -24,6 +24,11 @@ from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.master_weights import product_in
 from ssm_tune.mixers.watched import is_watched
 
+# How many times the memory traffic of copies has to be saved by them.
+_COPIES_SAVE = 4
+# Numbers of 2 bytes in a row of a matrix that a GPU's fast products take: a multiple of this.
+_ALIGNED = 8
+
 
 def cast_adapters_only(model: nn.Module) -> nn.Module:
     """Let LoRA on plain linear layers compute as above; in place. Names, parameters and files stay as they are."""
@@ -106,9 +111,7 @@ class _LoraLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             rows = x.flatten(0, -2)
             h = _scaled_product(rows, low_A.t(), scale)
-            # The adapter's part first, and the base's product added to it before anything is rounded: the other way
-            # round, a part that is smaller than a rounding of the base's output is lost in it, for every token alike.
-            y = torch.mm(h, low_B.t()).addmm_(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+            y = _sum_of_products(h, low_B.t(), rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
         need_A, need_B = ctx.needs_input_grad[3:5]
@@ -124,7 +127,7 @@ class _LoraLinear(torch.autograd.Function):
             flat = dy.flatten(0, -2)
             dh = _scaled_product(flat, B, ctx.scale)
             if ctx.needs_input_grad[0]:
-                dx = torch.mm(dh, A).addmm_(flat, weight).view(*dy.shape[:-1], weight.shape[1])
+                dx = _sum_of_products(dh, A, flat, weight).view(*dy.shape[:-1], weight.shape[1])
             dA, dB = _adapter_gradients(flat, dh, x, h, ctx.dtypes)
         if ctx.later is not None:
             ctx.later.set_slope(dh)
@@ -139,6 +142,22 @@ def _adapter_gradients(
     dA = None if x is None else product_in(dtypes[0], dh.t(), x.flatten(0, -2))
     dB = None if h is None else product_in(dtypes[1], dy.t(), h)
     return dA, dB
+
+
+def _sum_of_products(low: Tensor, adapter: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """low @ adapter + rows @ weight, of low (tokens, r) and rows (tokens, n).
+
+    The adapter's part is never added to a rounded product of the base: a part that is smaller than a rounding would be
+    lost in it, for every token alike.
+    """
+    (tokens, narrow), wide = rows.shape, weight.shape[1]
+    if _COPIES_SAVE * narrow * (tokens + wide) > tokens * wide or (narrow + low.shape[1]) % _ALIGNED:
+        return torch.mm(low, adapter).addmm_(rows, weight)
+    # One product of both side by side: copies of narrow matrices instead of a wide one that is written and read.
+    by_column = weight.stride(0) == 1
+    pair = (weight.t(), adapter.t()) if by_column else (weight, adapter)
+    both = torch.cat(pair, int(by_column))
+    return torch.mm(torch.cat([rows, low], 1), both.t() if by_column else both)
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners import lora
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssm_tune.lora_layers import DirectLinear, _LoraLinear, cast_adapters_only
 
@@ -159,6 +160,36 @@ def test_files_and_copies_are_as_before(tmp_path: Any) -> None:
     x = torch.randn(*TOKENS, INPUTS)
     torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
     assert isinstance(model.base_model.model.first, lora.Linear)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 400), (400, 8)], ids=["narrow input", "narrow output"])
+def test_narrow_layers_are_one_product_and_lose_nothing_in_rounding(inputs: int, outputs: int) -> None:
+    """`y` of a layer that widens, `dx` of one that narrows: rounded once."""
+    generator = torch.Generator().manual_seed(2)
+    x, weight, A, B = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((2, 300, inputs), (outputs, inputs), (8, inputs), (outputs, 8))
+    )
+    A, B = A.float(), 1e-2 * B.float()
+    slope = torch.randn(2, 300, outputs, generator=generator).bfloat16()
+    leaves = [x.requires_grad_(), A.requires_grad_(), B.requires_grad_()]
+    products: list[tuple[int, int]] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+                products.append((tuple(args[-2].shape), tuple(args[-1].shape)))
+            return function(*args, **(kwargs or {}))
+
+    with Products():
+        y = _LoraLinear.apply(x, weight, None, A, B, 0.5, None)
+        found = (y.detach(), *torch.autograd.grad(y, leaves, slope))
+    assert (((600, 16), (16, 400)) in products) and not any(pair == ((600, 8), (8, 400)) for pair in products)
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    y = exact[0] @ weight.double().t() + 0.5 * exact[0] @ exact[1].t() @ exact[2].t()
+    truth = (y.detach(), *torch.autograd.grad(y, exact, slope.double()))
+    for value, expected in zip(found, truth, strict=True):
+        assert (value.double() - expected).norm() <= 4e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["one input", "two inputs"])
