@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ssm_tune import kernels
 from ssm_tune.kernels.recompute import recomputable, reference_to
-from ssm_tune.mixers.raw_parameters import weight_of
+from ssm_tune.mixers.raw_parameters import kernel_of
 from ssm_tune.mixers.states import continued
 
 
@@ -24,7 +24,7 @@ def convolve_row(
 
     `window`: the inputs before the first token, where a cache is continued.
     """
-    weight = weight_of(conv1d)[:, 0]
+    weight = kernel_of(conv1d)
     arguments = {"activation": activation, "seq_idx": seq_idx, "initial_state": continued(window)}
     if keep_window:
         return kernels.causal_conv1d(x, weight, conv1d.bias, **arguments, return_final_state=True)
@@ -34,7 +34,7 @@ def convolve_row(
 
         def convolve_again() -> list[Tensor]:
             settings = {"activation": activation, "seq_idx": seq_idx}
-            return [kernels.causal_conv1d(given(), conv1d.weight[:, 0], conv1d.bias, **settings)]
+            return [kernels.causal_conv1d(given(), kernel_of(conv1d), conv1d.bias, **settings)]
 
         recomputable([y], convolve_again)
     return y, None
@@ -42,4 +42,4 @@ def convolve_row(
 
 def convolve_token(conv1d: nn.Conv1d, x: Tensor, window: Tensor, activation: str | None = "silu") -> Tensor:
     """One token, x (batch, dim); the window is updated in place."""
-    return kernels.causal_conv1d_step(x, window, weight_of(conv1d)[:, 0], conv1d.bias, activation)
+    return kernels.causal_conv1d_step(x, window, kernel_of(conv1d), conv1d.bias, activation)

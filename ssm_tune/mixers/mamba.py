@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
@@ -18,6 +17,7 @@ from ssm_tune.kernels.gradient_sums import used_twice
 from ssm_tune.kernels.recompute import random_state_for, recomputable, recomputed, reference_to
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
+from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.later_gradients import LaterGradient, later_gradient, project_later, tapped
 from ssm_tune.mixers.norms import normalised
@@ -99,7 +99,7 @@ class MambaMixer(Patched):
 
     def _recurrence(self) -> tuple[Tensor, Tensor]:
         """A (dim, state) and D (dim,), in float32."""
-        return -torch.exp(self.A_log.float()), self.D.float()
+        return decay_rates(self.A_log), self.D.float()
 
 
 class NormedMambaMixer(MambaMixer):

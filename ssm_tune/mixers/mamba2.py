@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
@@ -17,10 +16,11 @@ from ssm_tune.kernels.recompute import recomputed
 from ssm_tune.kernels.ssd_block_parts import gated
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
+from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.later_gradients import later_gradient, project_later, tapped
 from ssm_tune.mixers.projections import project
-from ssm_tune.mixers.raw_parameters import weight_of
+from ssm_tune.mixers.raw_parameters import kernel_of, weight_of
 from ssm_tune.mixers.states import continued, read_states, write_states
 
 
@@ -55,7 +55,7 @@ class Mamba2Mixer(Patched):
         A, D, dt_bias = self._recurrence()
         return kernels.ssd_block(
             projected,
-            weight_of(self.conv1d)[:, 0],
+            kernel_of(self.conv1d),
             self.conv1d.bias,
             A,
             D,
@@ -94,7 +94,7 @@ class Mamba2Mixer(Patched):
 
     def _recurrence(self) -> tuple[Tensor, Tensor, Tensor]:
         """A, D and dt_bias (heads,), in float32."""
-        return -torch.exp(self.A_log.float()), self.D.float(), self.dt_bias.float()
+        return decay_rates(self.A_log), self.D.float(), self.dt_bias.float()
 
     def _dt_limit(self) -> tuple[float, float]:
         return tuple(self.time_step_limit)

@@ -12,6 +12,7 @@ from ssm_tune import kernels
 from ssm_tune.kernels.recompute import recomputed
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
+from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.projections import project
 from ssm_tune.mixers.states import continued, read_states, write_states
@@ -52,7 +53,7 @@ class MambaHeadsMixer(Patched):
             x, window = convolve_row(self.conv1d, x, window, seq_idx, keep_window=cache is not None)
         x, z = (values.unflatten(-1, (self.n_mamba_heads, self.mamba_head_dim)) for values in (x, z))
         dt, B, C = self._select(x)
-        A, D, dt_bias = -torch.exp(self.A_log.float()), self.D.float(), self.dt_proj_bias.float()
+        A, D, dt_bias = decay_rates(self.A_log), self.D.float(), self.dt_proj_bias.float()
         outputs, states = [], []
         for head in range(self.n_mamba_heads):
             of_row = (x[:, :, head], dt[:, :, head], A[head], B[:, :, head], C[:, :, head], D[head], z[:, :, head])

@@ -19,3 +19,8 @@ def weight_of(module: nn.Module) -> Tensor:
             "modules_to_save (in a recipe adapter.train_also or adapter.modules_to_save)."
         )
     return module.weight
+
+
+def kernel_of(conv1d: nn.Module) -> Tensor:
+    """A depthwise convolution's weight (channels, width), for a kernel: a view whose gradient is one too."""
+    return weight_of(conv1d).squeeze(1)

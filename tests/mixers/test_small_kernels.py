@@ -1,0 +1,61 @@
+"""What a mixer does to its small parameters: as few kernels as there can be, the same numbers to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssm_tune.mixers.decay_rates import decay_rates
+from ssm_tune.mixers.patch import patch_model
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that write memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def exponential(A_log: Tensor) -> Tensor:
+    return -torch.exp(A_log.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decay_rates(dtype: torch.dtype) -> None:
+    found, slope = [], torch.randn(3, 5)
+    for compute in (decay_rates, exponential):
+        A_log = torch.linspace(-3.0, 3.0, 15).reshape(3, 5).to(dtype).requires_grad_()
+        A = compute(A_log)
+        (gradient,) = torch.autograd.grad(A, A_log, slope, create_graph=True)
+        found.append((A, gradient, *torch.autograd.grad(gradient.sum(), A_log)))
+    assert found[0][0].dtype == torch.float32
+    assert all(map(torch.equal, *found))
+
+
+def test_decay_rates_are_two_kernels_and_one_backward() -> None:
+    A_log, slope = torch.randn(3).requires_grad_(), torch.randn(3)
+    with Operations() as operations:
+        A = decay_rates(A_log)
+        torch.autograd.grad(A, A_log, slope)
+    assert [name for name in operations.names if name != "detach"] == ["exp", "neg_", "mul"]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_nothing_is_filled_or_copied_for_the_convolution(kind: str) -> None:
+    """The gradient of one of a dimension of one element would be zeros with that element put in."""
+    model = patch_model(tiny_model(kind)).train()
+    mixer = model.backbone.layers[0].mixer
+    y = mixer(torch.randn(2, 7, model.config.hidden_size))
+    with Operations() as operations:
+        torch.autograd.grad(y.sum(), [mixer.conv1d.weight])
+    assert "select_backward" not in operations.names
