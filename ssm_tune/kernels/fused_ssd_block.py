@@ -43,7 +43,8 @@ class Functions(NamedTuple):
     settings); gives the output and, the same without a gate, what backward wants. scan_backward: of (gradient of the
     output, x, dt, A, B, C, D, dt_bias, z, what it wants, marks, settings, where the gradients of x, dt, B, C and z go,
     by "dx" and so on); gives those of A, D and dt_bias. normalise, normalise_backward: `triton_gated_norm`. scan_again:
-    whether the scan is quick enough to be computed again.
+    if the scan is quick enough to be computed again, of (x, dt, A, B, C, D, dt_bias, marks, settings); gives the output
+    without a gate, and what it has found on the way that scan_backward takes by keywords.
     """
 
     convolve: Callable[..., Tensor]
@@ -52,7 +53,7 @@ class Functions(NamedTuple):
     scan_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     normalise: Callable[..., Any]
     normalise_backward: Callable[..., Any]
-    scan_again: bool = False
+    scan_again: Callable[..., tuple[Tensor, dict[str, Any]]] | None = None
 
 
 def run_block(
@@ -116,18 +117,18 @@ class _Block(torch.autograd.Function):
             convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
             out, scanned = functions.scan(x, dt, A, B, C, D, dt_bias, gate, marks, settings)
-            again = functions.scan_again and recomputing()
+            again = functions.scan_again is not None and recomputing()
+            left = _Left()
             if again:
-                _recompute_scanned(
-                    convolved, scanned, projected, (conv_weight, conv_bias, A, D, dt_bias), marks, settings, functions
-                )
+                given = (conv_weight, conv_bias, A, D, dt_bias), marks, settings, functions
+                _recompute_scanned(convolved, scanned, projected, *given, left)
             y, scales = out.flatten(-2), None
             if norm_weight is not None:
                 norm = (settings.eps, settings.group_size, settings.norm_before_gate)
                 y, scales = functions.normalise(y, z, norm_weight, *norm)
         vectors = (conv_weight, conv_bias, A, D, dt_bias, norm_weight)
         ctx.save_for_backward(projected, *vectors, marked, number, convolved if again else None, scanned, scales)
-        ctx.settings, ctx.functions, ctx.outputs = settings, functions, outputs
+        ctx.settings, ctx.functions, ctx.outputs, ctx.left = settings, functions, outputs, left
         ctx.mark_non_differentiable(scanned)
         ctx.set_materialize_grads(False)
         return y, scanned
@@ -162,9 +163,21 @@ class _Block(torch.autograd.Function):
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
             dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
             given = (x, dt, A, B, C, D, dt_bias, gate, scanned, marks, settings)
-            dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into)
+            dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into, **ctx.left.take())
             dweight, dbias = functions.convolve_backward(xBC, conv_weight, conv_bias, marks, dconvolved, dxBC)
         return dprojected, dweight, dbias, dA, dD, ddt_bias, dnorm, None, None, None, None, None
+
+
+class _Left:
+    """What a scan that was computed again leaves to its backward pass; for one such pass, after which it is gone."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def take(self) -> dict[str, Any]:
+        """As keywords; none where nothing was computed again."""
+        found, self.found = self.found, {}
+        return found
 
 
 def _recompute_gated(
@@ -193,6 +206,7 @@ def _recompute_scanned(
     marks: Marks,
     settings: Settings,
     functions: Functions,
+    left: _Left,
 ) -> None:
     """Let the convolution and the scan be computed again in backward, both for whoever asks for one first."""
     given, (weight, bias, A, D, dt_bias) = reference_to(projected), (None if t is None else t.detach() for t in vectors)
@@ -202,6 +216,7 @@ def _recompute_scanned(
         with device_of(xBC):
             convolved = functions.convolve(xBC, weight, bias, marks)
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
-            return [convolved, functions.scan(x, dt, A, B, C, D, dt_bias, None, marks, settings)[1]]
+            scanned, left.found = functions.scan_again(x, dt, A, B, C, D, dt_bias, marks, settings)
+            return [convolved, scanned]
 
     recomputable([convolved, scanned], scan_again)

@@ -7,6 +7,7 @@ a product in PyTorch.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ssm_tune.kernels.documents import find_documents
 from ssm_tune.kernels.fused_ssd_block import Functions, Marks, Settings, run_block
 from ssm_tune.kernels.ssd_block_parts import split_projected
 from ssm_tune.kernels.triton_gated_norm import WIDEST, normalise, normalise_backward
-from ssm_tune.kernels.triton_ssd import refuse_sizes, scan
+from ssm_tune.kernels.triton_ssd import refuse_sizes, scan, scan_again
 from ssm_tune.kernels.triton_ssd_backward import scan_backward
 
 
@@ -62,7 +63,7 @@ def ssd_block(
     projected = projected if projected.stride(-1) == 1 else projected.contiguous()
     xBC = split_projected(projected, conv_weight, A)[1]
     convolution = _CUDA if _is_for_cuda(xBC, conv_weight, conv_bias) else _TRITON
-    return run_block(Functions(*convolution, *_SCAN, scan_again=True), projected, *vectors, documents, settings)
+    return run_block(Functions(*convolution, *_SCAN, _scanned_again), projected, *vectors, documents, settings)
 
 
 def _is_for_cuda(xBC: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -121,6 +122,21 @@ def _scanned(
     return (y if z is None else y * F.silu(z)), y
 
 
+def _scanned_again(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    marks: Marks,
+    settings: Settings,
+) -> tuple[Tensor, dict[str, Any]]:
+    number = None if marks is None else marks[1]
+    return scan_again(x, dt, A, B, C, D, dt_bias, number, None, True, settings.dt_limit)
+
+
 def _scanned_backward(
     slope: Tensor,
     x: Tensor,
@@ -135,13 +151,14 @@ def _scanned_backward(
     marks: Marks,
     settings: Settings,
     into: dict[str, Tensor],
+    **left: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     into = dict(into)
     if z is not None:
         into.pop("dz").copy_(torch.ops.aten.silu_backward(slope * kept, z))
         slope = slope * F.silu(z)
     given = (x, dt, A, B, C, D, dt_bias, None if marks is None else marks[1], None, True, settings.dt_limit)
-    dA, dD, ddt_bias, _ = scan_backward(slope, *given, **into)
+    dA, dD, ddt_bias, _ = scan_backward(slope, *given, **into, **left)
     return dA, dD, ddt_bias
 
 

@@ -196,7 +196,7 @@ def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, ini
     chunks = steps.step.shape[2]
     width, stages = (32, 1) if x.dtype == torch.float32 else (64, 3)
     sizes = block_sizes(head_dim, state, width)
-    states = torch.empty((batch, heads, chunks, state, head_dim), dtype=x.dtype, device=x.device)
+    states = empty_states(x, B)
     with device_of(x):
         states_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
             x, B, *steps, None if number is None else find_reach(number),
@@ -206,6 +206,13 @@ def states_before(x: Tensor, B: Tensor, steps: Steps, number: Tensor | None, ini
             HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, num_stages=stages, **sizes,
         )  # fmt: skip
     return states
+
+
+def empty_states(x: Tensor, B: Tensor) -> Tensor:
+    """Where the states before every chunk are written, (batch, heads, chunks, state, head_dim), in the dtype of x."""
+    batch, length, heads, head_dim = x.shape
+    shape = batch, heads, -(-length // CHUNK), B.shape[3], head_dim
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def block_sizes(head_dim: int, state: int, widest: int) -> dict[str, int]:

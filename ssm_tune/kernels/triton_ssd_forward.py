@@ -50,13 +50,15 @@ def read_chunk(
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks"])
 def output_kernel(
-    x, B, C, D, step, decay, reach, initial, y, final, length, heads, chunks, heads_of_group, head_dims, state_dims,
-    x_row, x_token, x_head, B_row, B_token, B_group, D_head, D_channel,
+    x, B, C, D, step, decay, reach, initial, y, final, states, length, heads, chunks, heads_of_group, head_dims,
+    state_dims, x_row, x_token, x_head, B_row, B_token, B_group, D_head, D_channel,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_STATES: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y of a row, and the state after it, for one head and HEAD_DIM of its channels. Grid: (heads, blocks, batch).
+
+    The state before every chunk is written too, if HAS_STATES, as `states_kernel` does.
 
     Tiles are turned, channels or tokens j first, so that the state and what enters it are factors in registers. The
     next chunk is read into registers before the products of this one, if AHEAD. C lies as B does.
@@ -74,6 +76,8 @@ def output_kernel(
     decay += (row * heads + head) * chunks * CHUNK
     if HAS_DOCUMENTS:
         reach += row * chunks * CHUNK
+    if HAS_STATES:
+        states += (row * heads + head) * chunks * state_dims * head_dims
     inside = (p < head_dims)[:, None] & (n < state_dims)[None, :]
     # As initial and final states, (batch, heads, head_dim, state).
     tile = (row * heads + head) * head_dims * state_dims + p[:, None] * state_dims + n[None, :]
@@ -114,6 +118,10 @@ def output_kernel(
             weight = tl.where(place >= last, weight, 0.0)
             through = tl.where(last < 0, through, 0.0)
             reach += CHUNK
+        if HAS_STATES:
+            before = tl.trans(state.to(states.dtype.element_ty))
+            write_tokens(states, before, n, p, state_dims, head_dims, head_dims, EVEN)
+            states += state_dims * head_dims
         mixing = within_chunk(scores, steps, decays, reaches, place, HAS_DOCUMENTS).to(values.dtype)
         out = tl.dot(state.to(c.dtype), tl.trans(c), input_precision=PRECISION) * fading[None, :]
         out = tl.dot(values, mixing, acc=out, input_precision=PRECISION)
@@ -139,11 +147,12 @@ def scan_forward(
     number: Tensor | None,
     initial_state: Tensor | None,
     return_final_state: bool,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y, like x, and the state after the row, (batch, heads, head_dim, state), float32, if asked for.
 
     D: (heads,) or (heads, head_dim), float32. number: (batch, length), int32. initial_state: as the final
-    state.
+    state. states: `empty_states`, which is then filled with what `states_before` gives.
     """
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
@@ -156,11 +165,12 @@ def scan_forward(
     with device_of(x):
         output_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
             x, B, C, D, *steps, None if number is None else find_reach(number),
-            None if initial_state is None else initial_state.contiguous(), y, final,
+            None if initial_state is None else initial_state.contiguous(), y, final, states,
             length, heads, steps.step.shape[2], heads // groups, head_dim, state,
             *x.stride()[:3], *B.stride()[:3], *D_strides,
             CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), AHEAD=x.dtype != torch.float32,
             HAS_D=D is not None, HAS_INITIAL=initial_state is not None, HAS_FINAL=return_final_state,
-            HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4, num_stages=1, **sizes,
+            HAS_STATES=states is not None, HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4,
+            num_stages=1, **sizes,
         )  # fmt: skip
     return y, final

@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,16 @@ from comparison import (
 from cuda_on_cpu import Compiler
 from torch import Tensor
 
-from ssm_tune.kernels import backends, cuda_conv, triton_ssd, triton_ssd_backward, triton_ssd_block, triton_ssd_common
+from ssm_tune.kernels import (
+    backends,
+    cuda_conv,
+    recompute,
+    triton_ssd,
+    triton_ssd_backward,
+    triton_ssd_block,
+    triton_ssd_common,
+)
+from ssm_tune.kernels.documents import find_documents
 
 WIDE = ("A", "D", "dt_bias", "initial_state")
 PADDED = "padding on both sides and between"
@@ -124,6 +134,54 @@ def steps_and_states_that_are_known() -> None:
     assert not torch.equal(expected[dx], gradients(steps=doubled, states=states)[dx]), "steps"
 
 
+def scan_again_leaves_its_states(documents: str = "start in the middle", **sizes: Any) -> None:
+    """The same output to the bit, and the states of the kernel that computes nothing else."""
+    given = {name: t.float() for name, t in small(without=("initial_state",), **sizes).items() if t is not None}
+    seq_idx = seq_idx_of(documents)
+    number = None if seq_idx is None else find_documents(seq_idx).number
+    arguments = (*given.values(), number, None, True, triton_ssd_common.NO_LIMIT)
+    y, left = triton_ssd.scan_again(*arguments)
+    assert torch.equal(y, triton_ssd.scan(*arguments)[0])
+    steps = triton_ssd_common.prepare_steps(given["dt"], given["A"], given["dt_bias"])
+    assert all(torch.equal(*pair) for pair in zip(left["steps"], steps, strict=True))
+    states = triton_ssd_common.states_before(given["x"], given["B"], steps, number, None)
+    assert states[:, :, 1:].any() and left["states"].shape == states.shape
+    assert (left["states"] - states).norm() <= 1e-6 * states.norm()
+
+
+def block_computes_its_scan_again() -> None:
+    """In backward, once each time, with its states and steps for the gradients; of which nothing stays."""
+    leaves = [t.float().requires_grad_() for t in block_tensors(heads=2, head_dim=4, groups=1, state=4).values()]
+    settings = {"head_dim": 4, "groups": 1, "seq_idx": seq_idx_of("start in the middle")}
+    wanted = torch.autograd.grad(triton_ssd_block.ssd_block(*leaves, **settings).sin().sum(), leaves)
+    calls: list[str] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            calls.append(function.__name__)
+            found = function(*given, **named)
+            made.extend(weakref.ref(t) for t in (found if isinstance(found, tuple) else (found,)) if t is not None)
+            return found
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute, "DEVICES", ("cpu",))
+        with recompute.recomputed(leaves[0]):
+            loss = triton_ssd_block.ssd_block(*leaves, **settings).sin().sum()
+        for module in (triton_ssd, triton_ssd_backward):
+            for name in {"prepare_steps", "empty_states", "scan_forward", "states_before"} & vars(module).keys():
+                patch.setattr(module, name, noted(getattr(module, name)))
+        for again in (True, True, False):
+            found = torch.autograd.grad(loss, leaves, retain_graph=again)
+            for one, truth in zip(found, wanted, strict=True):
+                assert (one - truth).norm() <= 1e-6 * truth.norm()
+            assert calls == ["prepare_steps", "empty_states", "scan_forward"], calls
+            assert all(tensor() is None for tensor in made)
+            calls.clear()
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"documents: {name}": lambda n=name: scan(small(), seq_idx=seq_idx_of(n)) for name in DOCUMENTS},
     **{f"length {n}": lambda n=n: scan(small(length=n)) for n in (1, 2, 64, 130)},
@@ -141,6 +199,10 @@ CASES: dict[str, Callable[[], None]] = {
     "states that last": states_that_last,
     "states that last, many channels": lambda: states_that_last(heads=1, head_dim=40),
     "steps and states that are known": steps_and_states_that_are_known,
+    "scan again": scan_again_leaves_its_states,
+    "scan again, no documents": lambda: scan_again_leaves_its_states("no documents", length=130),
+    "scan again, many channels": lambda: scan_again_leaves_its_states(head_dim=70, state=20, groups=2),
+    "block: scan computed again": block_computes_its_scan_again,
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),
     "block: documents": block,
