@@ -176,7 +176,7 @@ def block_computes_its_scan_again() -> None:
         for again in (True, True, False):
             found = torch.autograd.grad(loss, leaves, retain_graph=again)
             for one, truth in zip(found, wanted, strict=True):
-                assert (one - truth).norm() <= 1e-6 * truth.norm()
+                assert (one - truth).norm() <= 1e-5 * truth.norm()
             assert calls == ["prepare_steps", "empty_states", "scan_forward"], calls
             assert all(tensor() is None for tensor in made)
             calls.clear()
