@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig
@@ -31,7 +31,7 @@ from ssm_tune.data.stream import TokenStream, write_state
 from ssm_tune.distributed_trainer import DistributedTrainer
 from ssm_tune.finite import FiniteWatch, Watched
 from ssm_tune.model import load_model
-from ssm_tune.optimizer import decayed_parameter_names
+from ssm_tune.optimizer import clip_in_step, clips_in_step, decayed_parameter_names
 from ssm_tune.peers import current
 from ssm_tune.run_folder import RunFolder, Stopped, is_disk_full
 from ssm_tune.sharded_checkpoints import is_sharded_checkpoint
@@ -222,10 +222,27 @@ class SSMTrainer(DistributedTrainer):
         )
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
+        optimizer, parameters = getattr(self.optimizer, "optimizer", None), list(model.parameters())
+        if self._nobody_reads_clipped() and clips_in_step(optimizer, parameters):
+            norm = clip_in_step(optimizer, parameters, self.args.max_grad_norm)
+        else:
+            norm = super()._clip_grad_norm(model)
         if isinstance(norm, torch.Tensor):
             self._expect_finite(norm.detach())
         return norm
+
+    def _nobody_reads_clipped(self) -> bool:
+        """Whether gradients, once clipped, are read by the optimizer alone: by no scaler, and by no callback, which are
+        promised clipped ones by transformers, but for those that say that they can do without (`unclipped_will_do`)."""
+        return (
+            self.sharding is None
+            and self.accelerator.scaler is None
+            and all(
+                type(callback).on_pre_optimizer_step is TrainerCallback.on_pre_optimizer_step
+                or getattr(callback, "unclipped_will_do", False)
+                for callback in self.callback_handler.callbacks
+            )
+        )
 
     # -- logs -----------------------------------------------------------------------------------------------------
 
