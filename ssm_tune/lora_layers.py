@@ -20,6 +20,8 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ssm_tune import kernels
+from ssm_tune.kernels.low_rank_products import scaled_product
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.master_weights import product_in
 from ssm_tune.mixers.watched import is_watched
@@ -110,7 +112,7 @@ class _LoraLinear(torch.autograd.Function):
         low_A, low_B = A.to(x.dtype), B.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.flatten(0, -2)
-            h = _scaled_product(rows, low_A.t(), scale)
+            h = scaled_product(rows, low_A.t(), scale)
             y = _sum_of_products(h, low_B.t(), rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
@@ -125,23 +127,22 @@ class _LoraLinear(torch.autograd.Function):
         dx = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
-            dh = _scaled_product(flat, B, ctx.scale)
+            dh, dB = _low_rank_gradients(flat, B, h, ctx.scale, ctx.dtypes[1])
             if ctx.needs_input_grad[0]:
                 dx = _sum_of_products(dh, A, flat, weight).view(*dy.shape[:-1], weight.shape[1])
-            dA, dB = _adapter_gradients(flat, dh, x, h, ctx.dtypes)
+            dA = None if x is None else product_in(ctx.dtypes[0], dh.t(), x.flatten(0, -2))
         if ctx.later is not None:
             ctx.later.set_slope(dh)
         return dx, None, None, dA, dB, None, None
 
 
-def _adapter_gradients(
-    dy: Tensor, dh: Tensor, x: Tensor | None, h: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Those of A (r, in) and B (out, r) in their dtypes, of dy (tokens, out), dh (tokens, r) = scale dy B, the input
-    x (..., in) and h (tokens, r) = scale x A'. None where x or h is None: that gradient is not wanted."""
-    dA = None if x is None else product_in(dtypes[0], dh.t(), x.flatten(0, -2))
-    dB = None if h is None else product_in(dtypes[1], dy.t(), h)
-    return dA, dB
+def _low_rank_gradients(
+    dy: Tensor, B: Tensor, h: Tensor | None, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """dh (tokens, r) = scale dy B, and dB (out, r) in `dtype`; None where h is None, since B is not trained."""
+    if h is None:
+        return scaled_product(dy, B, scale), None
+    return kernels.low_rank_gradients(dy, B, h, scale, dtype)
 
 
 def _sum_of_products(low: Tensor, adapter: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -158,8 +159,3 @@ def _sum_of_products(low: Tensor, adapter: Tensor, rows: Tensor, weight: Tensor)
     pair = (weight.t(), adapter.t()) if by_column else (weight, adapter)
     both = torch.cat(pair, int(by_column))
     return torch.mm(torch.cat([rows, low], 1), both.t() if by_column else both)
-
-
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """scale * left @ right of matrices in one kernel: the product is scaled before it is rounded."""
-    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)

@@ -292,6 +292,15 @@ def gated_rms_norm(
     return (normed * gate if norm_before_gate else normed).to(y.dtype)
 
 
+@torch.no_grad()
+def low_rank_gradients(
+    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """scale * dy @ B, rounded to the dtype of dy, and dy' @ h in `dtype`."""
+    wide, B, h = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, B, h))
+    return (scale * wide @ B).to(dy.dtype), (wide.t() @ h).to(dtype)
+
+
 def ssd_block(
     projected: Tensor,
     conv_weight: Tensor,

@@ -161,6 +161,9 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
     if operation == "residual_rms_norm":
         tensors = {"stream": normal(batch, length, dim), "x": normal(batch, length, dim), "weight": normal(dim)}
         return tensors, {"eps": 1e-5}, wide | {"stream"}
+    if operation == "low_rank_gradients":
+        tensors = {"dy": normal(batch * length, dim), "B": normal(dim, state), "h": normal(batch * length, state)}
+        return tensors, {"scale": 2.0}, set()
     if operation == "gated_rms_norm":
         tensors = {name: normal(batch, length, dim) for name in ("y", "z")}
         return tensors | {"weight": normal(dim)}, {"eps": 1e-5, "group_size": 64}, set()
@@ -185,9 +188,11 @@ def _results(
         tensor.requires_grad_()
     found = function(**inputs, **kwargs)
     outputs = found if isinstance(found, tuple) else (found,)
+    results = {"output" if i == 0 else f"output {i + 1}": output.detach() for i, output in enumerate(outputs)}
+    if not outputs[0].requires_grad:
+        return results
     # Not the sum: a gradient of ones hides errors that cancel.
     slopes = [torch.linspace(-1, 1, o.numel(), dtype=torch.float32, device="cpu").view(o.shape) for o in outputs]
     slopes = [slope.to(device, o.dtype) for slope, o in zip(slopes, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, list(inputs.values()), slopes)
-    results = {"output" if i == 0 else f"output {i + 1}": output.detach() for i, output in enumerate(outputs)}
     return results | {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}

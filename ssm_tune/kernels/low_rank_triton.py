@@ -1,0 +1,128 @@
+"""The gradients through the wide factor of a low-rank product in one pass over the slope: two Triton kernels.
+
+The slope dy (tokens, out) is by far the largest tensor here, and both products contract it, over one dimension each.
+A program reads a block of columns over a range of tokens, sums its share of dB over them, and writes its columns' share
+of dh for each token. The second kernel adds the shares, always in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.devices import device_of, multiprocessors
+
+_SUMMED = {"BLOCK": 256, "PARTS": 16}  # numbers and shares that a program of the second kernel reads at a time
+
+
+class Tile(NamedTuple):
+    """What a program of the first kernel reads at a time: so many tokens and columns of dy."""
+
+    tokens: int
+    columns: int
+    warps: int = 4
+    stages: int = 3
+    programs: int = 2  # at a time on a multiprocessor
+
+    @classmethod
+    def of_rank(cls, rank: int) -> Tile:
+        return cls(64, 256) if rank <= 16 else cls(64, 128)
+
+
+@triton.jit(do_not_specialize=["tokens", "span"])
+def shares_kernel(
+    dy, B, h, dh_shares, dB_shares, tokens, out, rank, dy_stride, span,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    block, part = tl.program_id(0), tl.program_id(1)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, RANK)
+    inside = (columns < out)[:, None] & (ranks < rank)[None, :]
+    factor = tl.load(B + columns[:, None] * rank + ranks[None, :], mask=inside, other=0.0)
+    share = tl.zeros([COLUMNS, RANK], tl.float32)
+    for first in range(part * span, tl.minimum(part * span + span, tokens), TOKENS):
+        rows = first + tl.arange(0, TOKENS)
+        here = rows < tokens
+        slope = tl.load(
+            dy + rows.to(tl.int64)[:, None] * dy_stride + columns[None, :],
+            mask=here[:, None] & (columns < out)[None, :],
+            other=0.0,
+        )
+        low = tl.load(
+            h + rows[:, None] * rank + ranks[None, :], mask=here[:, None] & (ranks < rank)[None, :], other=0.0
+        )
+        share = tl.dot(tl.trans(slope), low, share)
+        places = (block.to(tl.int64) * tokens + rows)[:, None] * RANK + ranks[None, :]
+        tl.store(dh_shares + places, tl.dot(slope, factor), mask=here[:, None])
+    places = (part.to(tl.int64) * out + columns)[:, None] * RANK + ranks[None, :]
+    tl.store(dB_shares + places, share, mask=(columns < out)[:, None])
+
+
+@triton.jit
+def _add_shares(
+    shares, total, program, count, parts, scale, rank, RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    places = program * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    value = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        where = part.to(tl.int64)[:, None] * count + places[None, :]
+        value += tl.sum(tl.load(shares + where, mask=(part < parts)[:, None] & inside[None, :], other=0.0), axis=0)
+    column = places % RANK
+    target = total + places // RANK * rank + column
+    tl.store(target, (value * scale).to(total.dtype.element_ty), mask=inside & (column < rank))
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "blocks"])
+def sums_kernel(
+    dh_shares, dB_shares, dh, dB, scale, tokens, out, rank, blocks, parts,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    of_dh = tl.cdiv(tokens * RANK, BLOCK)
+    if program < of_dh:
+        _add_shares(dh_shares, dh, program, tokens * RANK, blocks, scale, rank, RANK, BLOCK, PARTS)
+    else:
+        _add_shares(dB_shares, dB, program - of_dh, out * RANK, parts, 1.0, rank, RANK, BLOCK, PARTS)
+
+
+def low_rank_gradients(
+    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.low_rank_gradients`.
+
+    Raises:
+        Unsupported: other dtypes than bfloat16 and float16, or no tokens.
+    """
+    (tokens, out), rank = dy.shape, B.shape[1]
+    if not dy.dtype == B.dtype == h.dtype or dy.dtype not in (torch.bfloat16, torch.float16):
+        raise Unsupported(f"{dy.dtype}, {B.dtype} and {h.dtype}: one of bfloat16 and float16 only")
+    if not dy.numel():
+        raise Unsupported("no tokens")
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    B, h = B.contiguous(), h.contiguous()
+    padded = max(16, triton.next_power_of_2(rank))
+    tile = tile or Tile.of_rank(padded)
+    blocks = triton.cdiv(out, tile.columns)
+    wanted = max(1, tile.programs * multiprocessors(dy.device) // blocks)
+    span = tile.tokens * triton.cdiv(triton.cdiv(tokens, wanted), tile.tokens)
+    parts = triton.cdiv(tokens, span)
+    dh, dB = dy.new_empty(tokens, rank), dy.new_empty(out, rank, dtype=dtype)
+    dh_shares = dy.new_empty(blocks, tokens, padded, dtype=torch.float32)
+    dB_shares = dy.new_empty(parts, out, padded, dtype=torch.float32)
+    adders = triton.cdiv(tokens * padded, _SUMMED["BLOCK"]) + triton.cdiv(out * padded, _SUMMED["BLOCK"])
+    with device_of(dy):
+        shares_kernel[(blocks, parts)](
+            dy, B, h, dh_shares, dB_shares, tokens, out, rank, dy.stride(0), span,
+            TOKENS=tile.tokens, COLUMNS=tile.columns, RANK=padded, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        sums_kernel[(adders,)](
+            dh_shares, dB_shares, dh, dB, scale, tokens, out, rank, blocks, parts, RANK=padded, **_SUMMED
+        )
+    return dh, dB
