@@ -8,6 +8,7 @@ scan's input goes through: it is what backward comes to next.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.recompute import Reference, graph_is_kept, recomputing, reference_to
+from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.master_weights import keeps_master, master_linear, product_in
 from ssm_tune.mixers.projections import project
 
@@ -55,7 +57,7 @@ class LaterGradient:
             return None
         inputs = reference().flatten(0, -2).to(slope.dtype)
         with torch.autocast(slope.device.type, enabled=False):
-            return product_in(self.factor.dtype, slope.t(), inputs)
+            return aside((self.factor, partial(product_in, self.factor.dtype, slope.t(), inputs)))[0]
 
 
 class _Tap(torch.autograd.Function):

@@ -10,6 +10,7 @@ the matrix product in float32, where autocast's is rounded to lower precision an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ssm_tune.kernels.recompute import saving_less
+from ssm_tune.kernels.side_stream import Job, aside
 from ssm_tune.mixers.watched import is_watched
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -54,9 +56,8 @@ class _MasterLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leave: Callable[[Tensor], None] | None
     ) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        ctx.leave = leave
+        ctx.leave, ctx.trained = leave, (weight, bias)
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.bias_dtype = None if bias is None else bias.dtype
         # Cast here, not by autocast, which would keep the copies until it ends.
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -65,23 +66,25 @@ class _MasterLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = dweight = dbias = None
+        dx, (to_weight, to_bias) = None, ctx.trained
+        jobs: dict[str, Job] = {}
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
             if weight is not None:
                 dx = torch.mm(flat, weight.to(dy.dtype)).view(*dy.shape[:-1], -1)
             if x is not None:
-                dweight = product_in(torch.float32, flat.t(), x.flatten(0, -2))
+                jobs["weight"] = (to_weight, partial(product_in, torch.float32, flat.t(), x.flatten(0, -2)))
             if ctx.needs_input_grad[2]:
-                dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+                jobs["bias"] = (to_bias, lambda _: flat.sum(0, dtype=torch.float32).to(to_bias.dtype))
+            found = dict(zip(jobs, aside(*jobs.values()), strict=True))
         if ctx.leave is not None:
             ctx.leave(flat)
-        return dx, dweight, dbias, None
+        return dx, found.get("weight"), found.get("bias"), None
 
 
-def product_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
+def product_in(dtype: torch.dtype, a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
     """The matrix product of a and b, of one dtype, in another; from lower precision to float32 without a rounding
-    between, but for a CPU."""
+    between, but for a CPU. In `into`, which is of that dtype, if it is given and needs no cast."""
     if dtype == torch.float32 and a.dtype in _LOW and a.is_cuda and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).to(dtype)
+        return torch.mm(a, b, out_dtype=torch.float32, out=into)
+    return torch.mm(a, b, out=into if dtype == a.dtype else None).to(dtype)
