@@ -13,6 +13,7 @@ The gradients of A and B come out of the matrix product in the masters' precisio
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from ssm_tune import kernels
 from ssm_tune.kernels.low_rank_products import scaled_product
+from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.master_weights import product_in
 from ssm_tune.mixers.watched import is_watched
@@ -118,19 +120,21 @@ class _LoraLinear(torch.autograd.Function):
                 y.add_(bias)
         need_A, need_B = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(x if need_A else None, weight, low_A, low_B, h if need_B else None)
-        ctx.scale, ctx.dtypes, ctx.later = scale, (A.dtype, B.dtype), later
+        ctx.scale, ctx.trained, ctx.later = scale, (A, B), later
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, A, B, h = ctx.saved_tensors
-        dx = None
+        to_A, to_B = ctx.trained
+        dx = dA = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
-            dh, dB = _low_rank_gradients(flat, B, h, ctx.scale, ctx.dtypes[1])
+            dh, dB = _low_rank_gradients(flat, B, h, ctx.scale, to_B.dtype)
             if ctx.needs_input_grad[0]:
                 dx = _sum_of_products(dh, A, flat, weight).view(*dy.shape[:-1], weight.shape[1])
-            dA = None if x is None else product_in(ctx.dtypes[0], dh.t(), x.flatten(0, -2))
+            if x is not None:
+                (dA,) = aside((to_A, partial(product_in, to_A.dtype, dh.t(), x.flatten(0, -2))))
         if ctx.later is not None:
             ctx.later.set_slope(dh)
         return dx, None, None, dA, dB, None, None
