@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssm_tune import kernels
-from ssm_tune.kernels.low_rank_products import scaled_product
+from ssm_tune.kernels.products import product_in, scaled_product
 from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
-from ssm_tune.mixers.master_weights import product_in
 from ssm_tune.mixers.watched import is_watched
 
 # How many times the memory traffic of copies has to be saved by them.

@@ -112,6 +112,6 @@ BACKENDS = (
     _hub("gated_rms_norm", "mamba_ssm_norm", HUB_MAMBA_SSM, _TRITON),
     Backend("gated_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("low_rank_gradients", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
-    Backend("low_rank_gradients", "parts", "low_rank_products", cost="a pass over the slope for each result"),
+    Backend("low_rank_gradients", "parts", "products", cost="a pass over the slope for each result"),
 )
 OPERATIONS = tuple(dict.fromkeys(backend.operation for backend in BACKENDS))

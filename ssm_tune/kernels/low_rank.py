@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ssm_tune.kernels import backends, low_rank_products
+from ssm_tune.kernels import backends, products
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HIGHEST_RANK = 64  # above it two products are as fast as one pass
@@ -30,5 +30,5 @@ def low_rank_gradients(
     (tokens, out), rank = dy.shape, B.shape[-1]
     backends.check_shapes("low_rank_gradients", B=(B, (out, rank)), h=(h, (tokens, rank)))
     if rank > _HIGHEST_RANK or dy.dtype not in _DTYPES:
-        return low_rank_products.low_rank_gradients(dy, B, h, scale, dtype)
+        return products.low_rank_gradients(dy, B, h, scale, dtype)
     return backends.call("low_rank_gradients", dy, B, h, scale, dtype)

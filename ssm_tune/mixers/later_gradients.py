@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ssm_tune.kernels.products import product_in
 from ssm_tune.kernels.recompute import Reference, graph_is_kept, recomputing, reference_to
 from ssm_tune.kernels.side_stream import aside
-from ssm_tune.mixers.master_weights import keeps_master, master_linear, product_in
+from ssm_tune.mixers.master_weights import keeps_master, master_linear
 from ssm_tune.mixers.projections import project
 
 

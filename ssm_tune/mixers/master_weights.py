@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ssm_tune.kernels.products import product_in
 from ssm_tune.kernels.recompute import saving_less
 from ssm_tune.kernels.side_stream import Job, aside
 from ssm_tune.mixers.watched import is_watched
@@ -80,11 +81,3 @@ class _MasterLinear(torch.autograd.Function):
         if ctx.leave is not None:
             ctx.leave(flat)
         return dx, found.get("weight"), found.get("bias"), None
-
-
-def product_in(dtype: torch.dtype, a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
-    """The matrix product of a and b, of one dtype, in another; from lower precision to float32 without a rounding
-    between, but for a CPU. In `into`, which is of that dtype, if it is given and needs no cast."""
-    if dtype == torch.float32 and a.dtype in _LOW and a.is_cuda and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32, out=into)
-    return torch.mm(a, b, out=into if dtype == a.dtype else None).to(dtype)

@@ -1,4 +1,4 @@
-"""The gradients through a low-rank factor as matrix products of PyTorch's."""
+"""Matrix products in other precisions than PyTorch's operators give, and the gradients through a low-rank factor."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
 
 
-def product_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
+def product_in(dtype: torch.dtype, a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
     """The matrix product of a and b, of one dtype, in another; from lower precision to float32 without a rounding
-    between, but for a CPU."""
+    between, but for a CPU. In `into`, which is of that dtype, if it is given and needs no cast."""
     if dtype == torch.float32 and a.dtype in _LOW and a.is_cuda and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).to(dtype)
+        return torch.mm(a, b, out_dtype=torch.float32, out=into)
+    return torch.mm(a, b, out=into if dtype == a.dtype else None).to(dtype)
