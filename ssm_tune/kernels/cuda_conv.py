@@ -18,6 +18,7 @@ from ssm_tune.kernels.cuda_tokens import ELEMENTS, MOST_ROWS, aligned, find_mark
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.gradient_sums import second_gradient, takes_two
+from ssm_tune.kernels.part_sums import add_up
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in conv_common.cuh.
@@ -103,7 +104,7 @@ class _Conv(torch.autograd.Function):
         dx = ctx.gradient_of_x(x)
         both = (dy, second_gradient(ctx))
         dweight, dbias = convolve_backward(x, weight, bias, marks, both, dx, need_weight, ctx.silu)
-        return dx, dweight, None if bias is None else dbias, None, None
+        return dx, dweight, dbias, None, None
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None, silu: bool = True) -> Tensor:
@@ -128,7 +129,7 @@ def convolve_backward(
     """The backward pass of `convolve`, of one or two gradients by its output; writes the gradient of x into `dx`.
 
     Returns:
-        The gradients of weight and bias, in the dtype of weight, if they are needed.
+        The gradients of weight and bias, if there is one, in the dtype of weight, if they are needed (`add_up`).
     """
     batch, length, dim = x.shape
     first, second = (None if gradient is None else aligned(gradient) for gradient in dy)
@@ -142,7 +143,8 @@ def convolve_backward(
         _kernel("backward", x, weight, defines).launch(_grid(x), arguments)
     if not need_weight:
         return None, None
-    return by_weight.sum(0).to(weight.dtype), by_bias.sum(0).to(weight.dtype)
+    by_weight = add_up(by_weight.flatten(1), weight.dtype).view(weight.shape)
+    return by_weight, None if bias is None else add_up(by_bias, weight.dtype)
 
 
 def _common(x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ssm_tune.kernels import ssd_block_parts
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents
+from ssm_tune.kernels.part_sums import added_together
 from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
 from ssm_tune.kernels.ssd_block_parts import split_heads, split_projected
 
@@ -39,18 +40,20 @@ class Functions(NamedTuple):
     """What the block consists of. x, B and C are given by heads and groups; z, by heads, or None for no gate.
 
     convolve: of (xBC, weight, bias, marks), with silu. convolve_backward: of (xBC, weight, bias, marks, gradient of the
-    result, where that of xBC goes); gives those of weight and bias. scan: of (x, dt, A, B, C, D, dt_bias, z, marks,
-    settings); gives the output and, the same without a gate, what backward wants. scan_backward: of (gradient of the
-    output, x, dt, A, B, C, D, dt_bias, z, what it wants, marks, settings, where the gradients of x, dt, B, C and z go,
-    by "dx" and so on); gives those of A, D and dt_bias. normalise, normalise_backward: `triton_gated_norm`. scan_again:
-    if the scan is quick enough to be computed again, of (x, dt, A, B, C, D, dt_bias, marks, settings); gives the output
-    without a gate, and what it has found on the way that scan_backward takes by keywords.
+    result, where that of xBC goes, whether others are needed); gives those of weight and bias. scan: of (x, dt, A, B,
+    C, D, dt_bias, z, marks, settings); gives the output and, the same without a gate, what backward wants.
+    scan_backward: of (gradient of the output, x, dt, A, B, C, D, dt_bias, z, what it wants, marks, settings, where the
+    gradients of x, dt, B, C and z go, by "dx" and so on) and `need_sums`, whether others are needed; gives those of A,
+    D and dt_bias. Others may be put off (`part_sums.add_up`), and None where they are not needed. normalise,
+    normalise_backward: `triton_gated_norm`. scan_again: if the scan is quick enough to be computed again, of (x, dt, A,
+    B, C, D, dt_bias, marks, settings); gives the output without a gate, and what it has found on the way that
+    scan_backward takes by keywords.
     """
 
     convolve: Callable[..., Tensor]
-    convolve_backward: Callable[..., tuple[Tensor, Tensor | None]]
+    convolve_backward: Callable[..., tuple[Tensor | None, Tensor | None]]
     scan: Callable[..., tuple[Tensor, Tensor]]
-    scan_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    scan_backward: Callable[..., tuple[Tensor | None, ...]]
     normalise: Callable[..., Any]
     normalise_backward: Callable[..., Any]
     scan_again: Callable[..., tuple[Tensor, dict[str, Any]]] | None = None
@@ -148,11 +151,12 @@ class _Block(torch.autograd.Function):
         dconvolved = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
         dx, dB, dC = split_heads(dconvolved, len(A), settings.head_dim, settings.groups)
         dscanned, dnorm, gate, into = dy, None, None, {"dx": dx, "ddt": ddt, "dB": dB, "dC": dC}
-        with device_of(projected):
+        needed = ctx.needs_input_grad
+        with device_of(projected), added_together():
             if norm_weight is None:
                 gate, into["dz"] = (t.unflatten(-1, scanned.shape[-2:]) for t in (z, dz))
             else:
-                norm = (settings.group_size, settings.norm_before_gate, ctx.needs_input_grad[6])
+                norm = (settings.group_size, settings.norm_before_gate, needed[6])
                 given = (scanned.flatten(-2), z, norm_weight, scales, dz)
                 y = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if ctx.outputs.is_expected() else None
                 dscanned, dnorm = functions.normalise_backward(dy, *given, *norm, y)
@@ -163,8 +167,10 @@ class _Block(torch.autograd.Function):
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
             dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
             given = (x, dt, A, B, C, D, dt_bias, gate, scanned, marks, settings)
-            dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into, **ctx.left.take())
-            dweight, dbias = functions.convolve_backward(xBC, conv_weight, conv_bias, marks, dconvolved, dxBC)
+            known = ctx.left.take() | {"need_sums": any(needed[3:6])}
+            dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into, **known)
+            given = (xBC, conv_weight, conv_bias, marks, dconvolved, dxBC, any(needed[1:3]))
+            dweight, dbias = functions.convolve_backward(*given)
         return dprojected, dweight, dbias, dA, dD, ddt_bias, dnorm, None, None, None, None, None
 
 

@@ -79,7 +79,7 @@ def _functions(package: Package) -> tuple[Functions, int]:
         return convolve(*given).transpose(1, 2)
 
     def convolved_backward(
-        xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
+        xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor, _: bool
     ) -> tuple[Tensor, Tensor | None]:
         given = (xBC.transpose(1, 2), weight, bias, slope.transpose(1, 2), marks and marks[0], None, None)
         return convolve_backward(*given, dxBC.transpose(1, 2), False, True)[1:3]
@@ -90,7 +90,7 @@ def _functions(package: Package) -> tuple[Functions, int]:
         return out, out if given["z"] is None else ungated
 
     def scanned_backward(
-        slope: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any
+        slope: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, need_sums: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         D, dt_bias, z, kept, marks, settings, into = rest
         given = _scan_settings(D, dt_bias, z, marks, settings)

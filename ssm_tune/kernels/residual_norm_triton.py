@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.part_sums import add_up, added_together
 from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
 from ssm_tune.kernels.recompute_sums import add_to_sum
 
@@ -180,7 +181,9 @@ class _ResidualNorm(torch.autograd.Function):
                 shares, rows, dim, values.stride(0), HAS_DTOTAL=dtotal is not None,
                 HAS_DX=dx is not None and dx is not dstream, NEED_WEIGHT=need_weight, **sizes,
             )  # fmt: skip
-        return dstream, dx, shares.sum(0).to(weight.dtype) if need_weight else None, None, None
+        with added_together():
+            dweight = add_up(shares, weight.dtype) if need_weight else None
+        return dstream, dx, dweight, None, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.conv_gathered import remaining_rows, visible_rows
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.gradient_halves import gradient_of
+from ssm_tune.kernels.part_sums import add_up
 from ssm_tune.kernels.triton_conv_kernels import conv_kernel, conv_slope_kernel
 
 _WIDEST = 8
@@ -161,8 +162,8 @@ def convolve_backward(
                 **_settings(width, head, bias, table), SILU=silu, NEED_WEIGHT=need_weight,
             )  # fmt: skip
         if need_weight:
-            total = dweight.sum((0, 1))
-            by_weight = total[:width].t().to(weight.dtype)
+            total = add_up(dweight.view(batch * chunks, -1), weight.dtype).view(width + 1, dim)
+            by_weight = total[:width].t()  # a view, as that of a bias of the same dtype: the sum may be put off
             by_bias = None if bias is None else total[width].to(bias.dtype)
     if dx is not None:
         _convolve(slopes, weight, None, followers, dx, length, head, reverse=True)

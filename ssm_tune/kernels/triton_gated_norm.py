@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.part_sums import add_up, added_together
 
 WIDEST = 16384  # channels of a group: one program holds a whole one in registers
 _UNIT = 8  # numbers that a thread reads at a time: 16 bytes of bfloat16
@@ -188,7 +189,7 @@ def normalise_backward(
     the result of `normalise` again into `out`, contiguous.
 
     Returns:
-        The gradients of y, and of the weight, if it is needed.
+        The gradients of y, and of the weight, if it is needed (`add_up`).
 
     Raises:
         RuntimeError: a `dz` whose rows are not equally far apart.
@@ -207,7 +208,7 @@ def normalise_backward(
             rows, *strides, GROUP=group_size, UNIT=unit, NORM_FIRST=norm_before_gate, NEED_WEIGHT=need_weight,
             NEED_OUT=out is not None, **sizes,
         )  # fmt: skip
-    return dy, shares.sum(0).to(weight.dtype) if need_weight else None
+    return dy, add_up(shares, weight.dtype) if need_weight else None
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -226,7 +227,8 @@ class _GatedNorm(torch.autograd.Function):
         y, z, weight, scales = ctx.saved_tensors
         dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
         settings = (*ctx.settings, ctx.needs_input_grad[2])
-        dy, dweight = normalise_backward(dout, y, z, weight, scales, dz, *settings)
+        with added_together():
+            dy, dweight = normalise_backward(dout, y, z, weight, scales, dz, *settings)
         return dy, dz, dweight, None, None, None
 
 

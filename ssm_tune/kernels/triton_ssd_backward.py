@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.part_sums import add_up
 from ssm_tune.kernels.triton_ssd_chunk_gradients import across_chunks_kernel, within_chunk_kernel
 from ssm_tune.kernels.triton_ssd_common import (
     CHUNK,
@@ -207,7 +208,8 @@ def scan_backward(
     dfinal: Tensor | None = None,
     steps: Steps | None = None,
     states: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    need_sums: bool = True,
+) -> tuple[Tensor | None, ...]:
     """Gradients from dy, and dfinal, that of the final state: (batch, heads, head_dim, state), float32.
 
     The inputs are those of the forward pass: number (batch, length), int32; initial_state as the final state; A, D and
@@ -216,6 +218,7 @@ def scan_backward(
 
     Returns:
         The gradients of A, of D (None without one), of dt_bias, and of the initial state (None without one), float32.
+        The first three are sums (`add_up`), and None unless `need_sums`.
     """
     batch, length, heads, _ = x.shape
     reach = None if number is None else find_reach(number)
@@ -235,7 +238,9 @@ def scan_backward(
             CHUNK=CHUNK, HEADS=_HEADS, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
             LIMITED=(low, high) != NO_LIMIT, SUM_SKIP=D is not None and not wide, num_warps=4,
         )  # fmt: skip
-    dA, dbias, dD = shares.sum(1)
+    if not need_sums:
+        return None, None, None, dinitial
+    dA, dbias, dD = add_up(shares).unbind()
     if D is None:
         return dA, None, dbias, dinitial
     return dA, found.by_skip.sum((0, 2)) if wide else dD, dbias, dinitial

@@ -1,7 +1,6 @@
 """`ssd_block` on our kernels alone: the convolution in CUDA C++ or Triton, the scan and the gated norm in Triton.
 
-It needs no other package. What is kept and where gradients are written: `fused_ssd_block`. Without a norm, the gate is
-a product in PyTorch.
+It needs no other package. What is kept and where gradients are written: `fused_ssd_block`.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ssm_tune.kernels import backends, cuda_conv, ssd_block_parts, triton_conv
 from ssm_tune.kernels.backends import Unsupported
@@ -19,6 +16,7 @@ from ssm_tune.kernels.cuda_tokens import aligned, find_marks
 from ssm_tune.kernels.documents import find_documents
 from ssm_tune.kernels.fused_ssd_block import Functions, Marks, Settings, run_block
 from ssm_tune.kernels.ssd_block_parts import split_projected
+from ssm_tune.kernels.triton_gate import gate, gate_backward
 from ssm_tune.kernels.triton_gated_norm import WIDEST, normalise, normalise_backward
 from ssm_tune.kernels.triton_ssd import refuse_sizes, scan, scan_again
 from ssm_tune.kernels.triton_ssd_backward import scan_backward
@@ -82,10 +80,10 @@ def _convolved(xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks) -
 
 
 def _convolved_backward(
-    xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
+    xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     windows = None if marks is None else _windows(marks, weight)
-    return triton_conv.convolve_backward(xBC, weight, bias, windows, slope, dxBC, need_weight=True)
+    return triton_conv.convolve_backward(xBC, weight, bias, windows, slope, dxBC, need_weight)
 
 
 def _windows(marks: tuple[Tensor, Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,12 +95,11 @@ def _convolved_by_cuda(xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: 
 
 
 def _convolved_backward_by_cuda(
-    xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor
+    xBC: Tensor, weight: Tensor, bias: Tensor | None, marks: Marks, slope: Tensor, dxBC: Tensor, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     found = None if marks is None else find_marks(marks[0])
     given = (aligned(xBC), weight, bias, found, (slope, None), dxBC)
-    dweight, dbias = cuda_conv.convolve_backward(*given, need_weight=True)
-    return dweight, None if bias is None else dbias
+    return cuda_conv.convolve_backward(*given, need_weight)
 
 
 def _scanned(
@@ -119,7 +116,7 @@ def _scanned(
 ) -> tuple[Tensor, Tensor]:
     number = None if marks is None else marks[1]
     y, _ = scan(x, dt, A, B, C, D, dt_bias, number, None, True, settings.dt_limit)
-    return (y if z is None else y * F.silu(z)), y
+    return (y if z is None else gate(y, z)), y
 
 
 def _scanned_again(
@@ -151,14 +148,13 @@ def _scanned_backward(
     marks: Marks,
     settings: Settings,
     into: dict[str, Tensor],
-    **left: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    **more: Any,
+) -> tuple[Tensor | None, ...]:
     into = dict(into)
     if z is not None:
-        into.pop("dz").copy_(torch.ops.aten.silu_backward(slope * kept, z))
-        slope = slope * F.silu(z)
+        slope = gate_backward(slope, kept, z, into.pop("dz"))
     given = (x, dt, A, B, C, D, dt_bias, None if marks is None else marks[1], None, True, settings.dt_limit)
-    dA, dD, ddt_bias, _ = scan_backward(slope, *given, **into, **left)
+    dA, dD, ddt_bias, _ = scan_backward(slope, *given, **into, **more)
     return dA, dD, ddt_bias
 
 

@@ -29,7 +29,10 @@ from torch import Tensor
 from ssm_tune.kernels import (
     backends,
     cuda_conv,
+    part_sums,
     recompute,
+    triton_conv,
+    triton_gated_norm,
     triton_ssd,
     triton_ssd_backward,
     triton_ssd_block,
@@ -66,6 +69,24 @@ def block_with_the_convolution_in_cuda() -> None:
         patch.setattr(backends, "first_that_works", lambda *_: "cuda")
         block()
         block("padding right", without=("conv_bias",))
+
+
+def block_whose_input_alone_is_trained() -> None:
+    """As beside adapters: the same gradient by the input, and no sums that nobody needs."""
+    tensors = {name: t.float() for name, t in block_tensors(heads=2, head_dim=4, groups=1, state=4).items()}
+    asked, found = [], []
+    for trained in (tensors, ("projected",)):
+        given = {name: t.clone().requires_grad_(name in trained) for name, t in tensors.items()}
+        y = triton_ssd_block.ssd_block(**given, head_dim=4, groups=1)
+        with pytest.MonkeyPatch.context() as patch:
+            asked.append(0)
+            for module in (triton_conv, triton_gated_norm, triton_ssd_backward):
+                patch.setattr(
+                    module, "add_up", lambda *given: asked.append(asked.pop() + 1) or part_sums.add_up(*given)
+                )
+            found += torch.autograd.grad(y.square().sum(), given["projected"])
+    assert torch.equal(*found)
+    assert asked == [3, 0], f"{asked} sums"
 
 
 def lose_contiguity(tensor: Tensor) -> Tensor:
@@ -206,6 +227,7 @@ CASES: dict[str, Callable[[], None]] = {
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),
     "block: documents": block,
+    "block: its input alone is trained": block_whose_input_alone_is_trained,
     **({"block: convolution in CUDA": block_with_the_convolution_in_cuda} if shutil.which("g++") else {}),
     "block: groups": lambda: block(groups=2, group_size=4, norm_before_gate=True, dt_limit=(0.01, 0.2)),
     "block: padding": lambda: block("padding right"),
@@ -218,6 +240,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
+    part_sums.DEVICES = ("cpu",)
     found = {}
     for name, case in CASES.items():
         torch.manual_seed(0)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ssm_tune.kernels import (
     gradient_halves,
+    part_sums,
     recompute,
     reference,
     residual_norm_triton,
@@ -199,6 +200,18 @@ def recomputed_outputs() -> None:
         assert torch.equal(once, again), name
 
 
+def sums_over_parts() -> None:
+    """More than one launch takes, of more parts than a program has at once, several matrices, a rounded result."""
+    shapes = ((1, 1), (300, 5), (3, 7, 40), (2, 16), (129, 33), (4, 3))
+    parts = [torch.randn(shape) for shape in shapes]
+    dtypes = [torch.float32] * 5 + [torch.float16]
+    with part_sums.added_together():
+        found = [part_sums.add_up(each, dtype) for each, dtype in zip(parts, dtypes, strict=True)]
+    for each, total, dtype in zip(parts, found, dtypes, strict=True):
+        assert total.dtype == dtype
+        torch.testing.assert_close(total, each.double().sum(-2).to(dtype), rtol=1e-5, atol=1e-5)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "scan: documents": lambda: scan(scan_tensors(length=13, dim=5, state=3), seq_idx=DOCUMENTS),
     "scan: pieces": lambda: scan(scan_tensors(length=13, dim=34, state=4), PIECES, SPREAD, seq_idx=DOCUMENTS),
@@ -257,10 +270,12 @@ CASES: dict[str, Callable[[], None]] = {
     "gated norm: into a wider tensor": gated_norm_into_a_wider_tensor,
     "nothing leaks": nothing_leaks,
     "recomputed outputs": recomputed_outputs,
+    "sums over parts": sums_over_parts,
 }
 
 
 def main() -> None:
+    part_sums.DEVICES = ("cpu",)
     found = {}
     for name, case in CASES.items():
         torch.manual_seed(0)

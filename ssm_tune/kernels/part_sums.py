@@ -1,0 +1,61 @@
+"""Sums over the parts that a kernel's programs leave: gradients of weights, of which every program has a share.
+
+PyTorch's sum of a few hundred rows is two launches, one of which clears what its programs count themselves by, and
+takes longer than reading them does. Inside `added_together` all sums that are asked for are one launch, at its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Kinds of device where sums are put off. (): nowhere, to compare.
+DEVICES = ("cuda",)
+
+
+class Sum(NamedTuple):
+    """parts: (..., count, size), float32, contiguous. total: (..., size), contiguous, where their sum goes."""
+
+    parts: Tensor
+    total: Tensor
+
+
+class _Open(threading.local):
+    """What this thread has put off; None outside `added_together`."""
+
+    sums: list[Sum] | None = None
+
+
+_open = _Open()
+
+
+def add_up(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The sum over the last dimension but one, in `dtype`: parts (..., count, size), float32, contiguous.
+
+    Inside `added_together` on a GPU it is not yet there: nothing may read it before that ends.
+    """
+    if _open.sums is None or parts.device.type not in DEVICES:
+        return parts.sum(-2).to(dtype)
+    total = torch.empty((*parts.shape[:-2], parts.shape[-1]), dtype=dtype, device=parts.device)
+    _open.sums.append(Sum(parts, total))
+    return total
+
+
+@contextmanager
+def added_together() -> Iterator[None]:
+    """Inside, sums are put off until the end. For where Triton works; all of one device."""
+    before, _open.sums = _open.sums, []
+    try:
+        yield
+        sums = _open.sums
+    finally:
+        _open.sums = before
+    if sums:
+        from ssm_tune.kernels.part_sums_triton import write_sums
+
+        write_sums(sums)
