@@ -10,7 +10,7 @@ from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, 
 from ssm_tune.kernels.conv import causal_conv1d, causal_conv1d_step
 from ssm_tune.kernels.low_rank import low_rank_gradients
 from ssm_tune.kernels.mamba3 import mamba3_scan, mamba3_step
-from ssm_tune.kernels.norm import add_rms_norm, gated_rms_norm, residual_rms_norm, rms_norm
+from ssm_tune.kernels.norm import add_rms_norm, gated_rms_norm, residual_rms_norm, rms_norm, rms_norm_parts
 from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
 from ssm_tune.kernels.ssd import ssd_scan, ssd_step
 from ssm_tune.kernels.ssd_block import ssd_block
@@ -28,6 +28,7 @@ __all__ = [
     "mamba3_step",
     "residual_rms_norm",
     "rms_norm",
+    "rms_norm_parts",
     "selective_scan",
     "selective_scan_step",
     "set_kernel_order",

@@ -103,6 +103,8 @@ BACKENDS = (
     Backend("rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
     _hub("rms_norm", "mamba_ssm_norm", HUB_MAMBA_SSM, _TRITON),
     Backend("rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
+    Backend("rms_norm_parts", "triton", "norm_parts_triton", _CUDA, "triton", _TRITON),
+    Backend("rms_norm_parts", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("add_rms_norm", "triton", "add_norm_triton", _CUDA, "triton", _TRITON),
     Backend("add_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("residual_rms_norm", "triton", "residual_norm_triton", _CUDA, "triton", _TRITON),

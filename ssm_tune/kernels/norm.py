@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     backends.check_shapes("rms_norm", weight=(weight, (x.shape[-1],)))
     return backends.call("rms_norm", x, weight, eps)
+
+
+def rms_norm_parts(x: Tensor, sizes: Sequence[int], eps: float) -> tuple[Tensor, ...]:
+    """`rms_norm` of each part of x by itself, without weights.
+
+    Args:
+        x: (..., dim), cut into parts of so many channels each.
+
+    Returns:
+        (..., size) for each size, contiguous, in the dtype of x; computed in float32.
+
+    Raises:
+        ValueError: sizes that do not add up to the channels of x.
+    """
+    if sum(sizes) != x.shape[-1]:
+        raise ValueError(f"rms_norm_parts: sizes are {tuple(sizes)}, their sum should be {x.shape[-1]}.")
+    return backends.call("rms_norm_parts", x, sizes, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,7 @@ the last real token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -261,6 +262,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019, eq. 4)."""
     wide = x.to(_accumulator(x.dtype))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
+
+
+def rms_norm_parts(x: Tensor, sizes: Sequence[int], eps: float) -> tuple[Tensor, ...]:
+    """rms_norm of each part of x by itself, without weights."""
+    return tuple(rms_norm(part, part.new_ones(part.shape[-1]), eps) for part in x.split(list(sizes), dim=-1))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -155,6 +155,8 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
         return tensors | {"weight": normal(dim, width), "bias": normal(dim)}, {}, set()
     if operation == "rms_norm":
         return {"x": normal(batch, length, dim), "weight": normal(dim)}, {"eps": 1e-5}, set()
+    if operation == "rms_norm_parts":
+        return {"x": normal(batch, length, dim)}, {"sizes": (dim - 2 * state, state, state), "eps": 1e-5}, set()
     if operation == "add_rms_norm":
         tensors = {"x": normal(batch, dim), "residual": normal(batch, dim), "weight": normal(dim)}
         return tensors, {"eps": 1e-5}, wide | {"residual"}

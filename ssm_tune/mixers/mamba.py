@@ -20,7 +20,7 @@ from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.later_gradients import LaterGradient, later_gradient, project_later, tapped
-from ssm_tune.mixers.norms import normalised
+from ssm_tune.mixers.norms import normalised_parts
 from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
 
@@ -84,18 +84,16 @@ class MambaMixer(Patched):
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dt (batch, length, dim) without its bias, B and C (batch, length, state), and the bias (dim,) in float32."""
-        dt, B, C = project(self.x_proj, x, self.conv1d.weight.dtype).split(
-            [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1
-        )
-        low_rank, B, C = self._normalise(dt, B, C)
+        sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
+        low_rank, B, C = self._parts(project(self.x_proj, x, self.conv1d.weight.dtype), sizes)
         random_state = random_state_for(self.dt_proj, low_rank)
         dt, dt_bias = project_without_bias(self.dt_proj, low_rank)
         given = reference_to(low_rank)
         recomputable([dt], lambda: [project_without_bias(self.dt_proj, given())[0]], random_state)
         return dt, B, C, None if dt_bias is None else dt_bias.float()
 
-    def _normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return dt, B, C
+    def _parts(self, selected: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return selected.split(sizes, dim=-1)
 
     def _recurrence(self) -> tuple[Tensor, Tensor]:
         """A (dim, state) and D (dim,), in float32."""
@@ -109,6 +107,5 @@ class NormedMambaMixer(MambaMixer):
     The fused kernel that stock trains Falcon-Mamba with normalises dt after dt_proj, which is another function.
     """
 
-    def _normalise(self, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
-        return tuple(normalised(norm, values) for norm, values in zip(norms, (dt, B, C), strict=True))
+    def _parts(self, selected: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return normalised_parts((self.dt_layernorm, self.b_layernorm, self.c_layernorm), selected, sizes)

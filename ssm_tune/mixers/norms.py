@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssm_tune import kernels
+from ssm_tune.mixers.watched import is_watched
 
 # Kinds of device where addition and norm are one kernel. (): nowhere, to compare.
 DEVICES = ("cuda",)
@@ -28,6 +29,16 @@ def normalised(norm: nn.Module, x: Tensor) -> Tensor:
     if "eps" in kept and not norm._parameters:
         return F.rms_norm(x, x.shape[-1:], None, norm.eps).to(x.dtype)  # autocast may widen it
     return norm(x)
+
+
+def normalised_parts(norms: Sequence[nn.Module], x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """`normalised` of each part of x (..., sum of sizes), by the norm in its place; one kernel, where no norm has a
+    weight and nobody watches one."""
+    eps = {vars(norm).get("eps") for norm in norms}
+    plain = all("eps" in vars(norm) and not norm._parameters and not is_watched(norm) for norm in norms)
+    if x.device.type in DEVICES and plain and len(eps) == 1:
+        return kernels.rms_norm_parts(x, sizes, eps.pop())
+    return tuple(normalised(norm, part) for norm, part in zip(norms, x.split(list(sizes), dim=-1), strict=True))
 
 
 def add_and_normalise(

@@ -11,7 +11,14 @@ import pytest
 import torch
 from comparison import draw
 
-from ssm_tune.kernels import add_rms_norm, gated_rms_norm, reference, residual_rms_norm, rms_norm
+from ssm_tune.kernels import (
+    add_rms_norm,
+    gated_rms_norm,
+    reference,
+    residual_rms_norm,
+    rms_norm,
+    rms_norm_parts,
+)
 
 
 def test_they_are_the_reference() -> None:
@@ -55,6 +62,56 @@ def test_the_stream_and_its_norm(dtype: torch.dtype) -> None:
     assert {part.dtype for part in rounded} == {dtype}
     with pytest.raises(ValueError, match=r"residual_rms_norm: x is \(2, 2, 8\), expected \(2, 3, 8\)"):
         residual_rms_norm(stream, x[:, :2], weight, 1e-5)
+
+
+def test_parts_are_normed_each_by_itself() -> None:
+    x = draw(2, 3, 20).float()
+    parts = rms_norm_parts(x, (12, 5, 3), 1e-3)
+    for part, given in zip(parts, x.split([12, 5, 3], dim=-1), strict=True):
+        torch.testing.assert_close(part, rms_norm(given, torch.ones(given.shape[-1]), 1e-3))
+    with pytest.raises(ValueError, match=r"sizes are \(12, 5\), their sum should be 20"):
+        rms_norm_parts(x, (12, 5), 1e-3)
+
+
+def check_parts(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[int, int, int]) -> None:
+    """Of rows that lie apart, with gradients that are parts of something wider; a gradient that is not there."""
+    from ssm_tune.kernels.norm_parts_triton import rms_norm_parts as by_triton
+
+    x = draw(2, 35, 2 * sum(sizes)).to(device, dtype)[..., : sum(sizes)].requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    found, expected = by_triton(x, sizes, 1e-3), reference.rms_norm_parts(wide, sizes, 1e-3)
+    slopes = [draw(2, 35, 2 * size).to(device, dtype)[..., :size] for size in sizes]
+    for used in (3, 2):
+        (gradient,) = torch.autograd.grad(found[:used], x, slopes[:used], retain_graph=True)
+        doubles = [slope.double() for slope in slopes[:used]]
+        (truth,) = torch.autograd.grad(expected[:used], wide, doubles, retain_graph=True)
+        assert gradient.dtype == dtype and gradient.is_contiguous()
+        assert (gradient.double() - truth).norm() <= tolerance * truth.norm()
+    for part, truth in zip(found, expected, strict=True):
+        assert part.dtype == dtype and (part.double() - truth).norm() <= tolerance * truth.norm()
+
+
+def test_the_triton_kernels_of_parts_interpreted() -> None:
+    pytest.importorskip("triton")
+    code = (
+        "import torch, test_norm as t\n"
+        "for sizes in ((20, 4, 3), (256, 16, 16)): t.check_parts('cpu', torch.float32, 1e-6, sizes)"
+    )
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parents[1]))),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(20, 4, 3), (256, 16, 16), (160, 128, 128)])
+def test_the_triton_kernels_of_parts_on_a_gpu(sizes: tuple[int, int, int]) -> None:
+    check_parts("cuda", torch.float32, 1e-6, sizes)
+    check_parts("cuda", torch.bfloat16, 4e-3, sizes)
 
 
 _INTERPRETED = """
