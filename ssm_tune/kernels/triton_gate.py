@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, empty
+from torch import Tensor
 
 from ssm_tune.kernels.devices import device_of
 
@@ -39,7 +40,7 @@ def gate_backward_kernel(dout, y, z, dy, dz, dim, dout_row, y_row, z_row, dy_row
 
 def gate(y: Tensor, z: Tensor) -> Tensor:
     """y * silu(z), like y; y, z (batch, length, heads, head_dim), unknown to autograd."""
-    out = empty(y.shape, dtype=y.dtype, device=y.device)
+    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     tensors = _rows(y), _rows(z), _rows(out)
     rows, dim = tensors[0].shape
     with device_of(y):
@@ -53,7 +54,7 @@ def gate_backward(dout: Tensor, y: Tensor, z: Tensor, dz: Tensor) -> Tensor:
     Raises:
         RuntimeError: a `dz` whose rows are not equally far apart.
     """
-    dy = empty(y.shape, dtype=y.dtype, device=y.device)
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     tensors = _rows(dout), _rows(y), _rows(z), _rows(dy), dz.view(-1, dz.shape[-2] * dz.shape[-1])
     rows, dim = tensors[0].shape
     with device_of(y):
