@@ -71,6 +71,7 @@ CASES = (
     "gated norm: into a wider tensor",
     "nothing leaks",
     "recomputed outputs",
+    "sums over parts",
 )
 WIDE = ("A", "D", "dt_bias", "initial_state")
 EXACT, BFLOAT16 = 2e-5, 2e-2
