@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from ssm_tune import kernels
 from ssm_tune.kernels.products import product_in, scaled_product
 from ssm_tune.kernels.side_stream import aside
+from ssm_tune.mixers.cast_together import CastLayer, in_dtype
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.watched import is_watched
 
@@ -41,7 +42,7 @@ def cast_adapters_only(model: nn.Module) -> nn.Module:
     return model
 
 
-class DirectLinear(lora.Linear, LaterLayer):
+class DirectLinear(lora.Linear, LaterLayer, CastLayer):
     """PEFT's layer in all but `forward`, which falls back to PEFT's wherever there is more to do than one plain
     adapter on a frozen `nn.Linear` in the dtype of the computation."""
 
@@ -72,6 +73,12 @@ class DirectLinear(lora.Linear, LaterLayer):
         adapter, base = self._only_adapter(), self.base_layer
         x, A, B = x.to(base.weight.dtype), later.factor.detach(), self.lora_B[adapter].weight
         return _LoraLinear.apply(x, base.weight, base.bias, A, B, self.scaling[adapter], later)
+
+    def weights_to_cast(self, like: Tensor) -> tuple[list[Tensor], torch.dtype] | None:
+        adapter = self._only_adapter()
+        if adapter is None or not self._is_plain(adapter, like) or self._drops(adapter):
+            return None
+        return [half[adapter].weight for half in (self.lora_A, self.lora_B)], self.base_layer.weight.dtype
 
     def _drops(self, adapter: str) -> bool:
         return self.training and not isinstance(self.lora_dropout[adapter], nn.Identity)
@@ -110,7 +117,7 @@ class _LoraLinear(torch.autograd.Function):
         scale: float,
         later: LaterGradient | None,
     ) -> Tensor:
-        low_A, low_B = A.to(x.dtype), B.to(x.dtype)
+        low_A, low_B = in_dtype(A, x.dtype), in_dtype(B, x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.flatten(0, -2)
             h = scaled_product(rows, low_A.t(), scale)

@@ -15,6 +15,7 @@ from ssm_tune import kernels
 from ssm_tune.kernels.gradient_halves import split_in_two
 from ssm_tune.kernels.gradient_sums import used_twice
 from ssm_tune.kernels.recompute import random_state_for, recomputable, recomputed, reference_to
+from ssm_tune.mixers.cast_together import casts_together, with_these_copies
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.decay_rates import decay_rates
@@ -29,6 +30,7 @@ class MambaMixer(Patched):
     """Goes before a stock mixer in the bases of a patched class; uses the stock attributes and adds none."""
 
     @force_accelerate_hooks(["conv1d", "dt_proj"])  # their parameters are read here, besides being called
+    @casts_together("in_proj", "x_proj", "dt_proj", "out_proj")
     def forward(
         self,
         hidden_states: Tensor,
@@ -89,7 +91,8 @@ class MambaMixer(Patched):
         random_state = random_state_for(self.dt_proj, low_rank)
         dt, dt_bias = project_without_bias(self.dt_proj, low_rank)
         given = reference_to(low_rank)
-        recomputable([dt], lambda: [project_without_bias(self.dt_proj, given())[0]], random_state)
+        again = with_these_copies(lambda: [project_without_bias(self.dt_proj, given())[0]])
+        recomputable([dt], again, random_state)
         return dt, B, C, None if dt_bias is None else dt_bias.float()
 
     def _parts(self, selected: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

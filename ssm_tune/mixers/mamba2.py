@@ -14,6 +14,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from ssm_tune import kernels
 from ssm_tune.kernels.recompute import recomputed
 from ssm_tune.kernels.ssd_block_parts import gated
+from ssm_tune.mixers.cast_together import casts_together
 from ssm_tune.mixers.classes import Patched
 from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.decay_rates import decay_rates
@@ -28,6 +29,7 @@ class Mamba2Mixer(Patched):
     """Goes before a stock mixer in the bases of a patched class; uses the stock attributes and adds none."""
 
     @force_accelerate_hooks(["conv1d", "norm"])  # their parameters are read here
+    @casts_together("in_proj", "out_proj")
     def forward(
         self,
         hidden_states: Tensor,
