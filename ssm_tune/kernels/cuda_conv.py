@@ -18,7 +18,7 @@ from ssm_tune.kernels.cuda_tokens import ELEMENTS, MOST_ROWS, aligned, find_mark
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.gradient_sums import second_gradient, takes_two
-from ssm_tune.kernels.part_sums import add_up
+from ssm_tune.kernels.part_sums import add_up, added_together
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in conv_common.cuh.
@@ -103,7 +103,8 @@ class _Conv(torch.autograd.Function):
         need_weight = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         dx = ctx.gradient_of_x(x)
         both = (dy, second_gradient(ctx))
-        dweight, dbias = convolve_backward(x, weight, bias, marks, both, dx, need_weight, ctx.silu)
+        with added_together(x.device):
+            dweight, dbias = convolve_backward(x, weight, bias, marks, both, dx, need_weight, ctx.silu)
         return dx, dweight, dbias, None, None
 
 

@@ -27,6 +27,7 @@ from ssm_tune.kernels.cuda_tokens import (
 )
 from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.gradient_halves import gradient_of
+from ssm_tune.kernels.part_sums import add_up, added_together
 from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
@@ -141,20 +142,16 @@ class _Scan(torch.autograd.Function):
             dx, ddt, dBC, dA, dD, dbias, dfirst = run_backward(row, kept, dy, dlast, dz, y)
         if y is not None:
             ctx.outputs.give([y])
-        states, dBC = row.A.shape[1], dBC.to(row.B.dtype)
-        A_dtype, D_dtype, bias_dtype, state_dtype = ctx.dtypes
-        needed = ctx.needs_input_grad
-        gradients = [
-            dx,
-            ddt,
-            dA.sum(0).to(A_dtype) if needed[2] else None,
-            dBC[..., :states] if needed[3] else None,
-            dBC[..., states:] if needed[4] else None,
-            None if dD is None else dD.sum(0).to(D_dtype),
-            dz,
-            None if dbias is None else dbias.sum(0).to(bias_dtype),
-            dfirst.to(state_dtype) if needed[8] else None,
-        ]
+        states, needed = row.A.shape[1], ctx.needs_input_grad
+        *dtypes, state_dtype = ctx.dtypes
+        with added_together(row.x.device):
+            dBC = add_up(dBC.flatten(1), row.B.dtype).view(dBC.shape[1:])
+            dA, dD, dbias = (
+                add_up(parts.flatten(1), dtype).view(parts.shape[1:]) if need else None
+                for parts, dtype, need in zip((dA, dD, dbias), dtypes, (needed[2], needed[5], needed[7]), strict=True)
+            )
+        dB, dC = dBC[..., :states], dBC[..., states:]
+        gradients = [dx, ddt, dA, dB, dC, dD, dz, dbias, dfirst.to(state_dtype) if needed[8] else None]
         return (*(g if need else None for g, need in zip(gradients, needed, strict=False)), None, None, None)
 
 
@@ -275,8 +272,9 @@ def _outputs_again(row: _Row, kept: Tensor) -> Tensor:
 def run_backward(
     row: _Row, kept: Tensor, dy: Tensor, dlast: Tensor | None, dz: Tensor | None, y: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by x, dt, B and C side by side (batch, length, 2 states), A, D, the bias (these three still to be
-    summed over the batch) and the state before the row. That by z is written to `dz`, and the outputs again to `y`."""
+    """The gradients by x, dt, B and C side by side (blocks, batch, length, 2 states), A, D, the bias (these four still
+    to be summed over their first dimension) and the state before the row. That by z is written to `dz`, and the outputs
+    again to `y`."""
     batch, length, dim = row.x.shape
     dx, ddt = (torch.empty(batch, length, dim, device=dy.device, dtype=dy.dtype) for _ in range(2))
     dBC = row.A.new_empty(row.blocks, batch, length, 2 * row.A.shape[1])
@@ -286,4 +284,4 @@ def run_backward(
     pointers = {"kept": kept, "dlast": dlast, "dBC": dBC, "dA": dA, "dfirst": dfirst, "dD": dD, "dbias": dbias}
     arguments = _Backward(**row.common(), **outputs, **{name: pointer(t) for name, t in pointers.items()})
     row.kernel("backward").launch((row.blocks, batch, 1), arguments)
-    return dx, ddt, dBC[0] if row.blocks == 1 else dBC.sum(0), dA, dD, dbias, dfirst
+    return dx, ddt, dBC, dA, dD, dbias, dfirst

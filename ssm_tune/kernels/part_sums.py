@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssm_tune.kernels.backends import first_that_works
+
 # Kinds of device where sums are put off. (): nowhere, to compare.
 DEVICES = ("cuda",)
 
@@ -47,8 +49,14 @@ def add_up(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @contextmanager
-def added_together() -> Iterator[None]:
-    """Inside, sums are put off until the end. For where Triton works; all of one device."""
+def added_together(device: torch.device | None = None) -> Iterator[None]:
+    """Inside, sums are put off until the end; all of one device.
+
+    device: given where it is not known whether Triton works there; if it does not, nothing is put off.
+    """
+    if device is not None and not _is_for_triton(device):
+        yield
+        return
     before, _open.sums = _open.sums, []
     try:
         yield
@@ -59,3 +67,7 @@ def added_together() -> Iterator[None]:
         from ssm_tune.kernels.part_sums_triton import write_sums
 
         write_sums(sums)
+
+
+def _is_for_triton(device: torch.device) -> bool:
+    return device.type in DEVICES and first_that_works("residual_rms_norm", device, ("triton",)) is not None

@@ -11,7 +11,9 @@ from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.part_sums import Sum
 
 _AT_ONCE = 4  # sums of a launch
-_PARTS, _COLUMNS = 128, 16  # that a program has in registers: 64 bytes of each part
+# What a program has in registers, parts and columns: few columns where there are few, so that there are many programs.
+_NARROW, _WIDE = (128, 16), (32, 64)
+_WIDEST_NARROW = 65536  # columns
 
 
 @triton.jit
@@ -55,9 +57,10 @@ def write_sums(sums: Sequence[Sum]) -> None:
 
 def _write(sums: Sequence[Sum]) -> None:
     arguments, programs = [], []
+    parts_at_once, columns = _NARROW if max(each.parts.shape[-1] for each in sums) <= _WIDEST_NARROW else _WIDE
     for parts, total in sums:
         count, size = parts.shape[-2:]
-        blocks = triton.cdiv(size, _COLUMNS)
+        blocks = triton.cdiv(size, columns)
         arguments.append((parts, total, blocks, count, size))
         programs.append(sum(programs[-1:]) + total.numel() // size * blocks)
     missing = _AT_ONCE - len(sums)
@@ -65,5 +68,5 @@ def _write(sums: Sequence[Sum]) -> None:
     ends = [*programs, *programs[-1:] * missing][: _AT_ONCE - 1]
     with device_of(sums[0].parts):
         add_up_kernel[(programs[-1],)](
-            *(value for each in given for value in each), *ends, PARTS=_PARTS, COLUMNS=_COLUMNS, num_warps=4
+            *(value for each in given for value in each), *ends, PARTS=parts_at_once, COLUMNS=columns, num_warps=4
         )
