@@ -3,7 +3,8 @@
 The gradients of the states between chunks are walked from the last chunk to the first, as the states before chunks are
 walked forward. Then chunks are computed side by side (`triton_ssd_chunk_gradients`): a program takes one chunk and some
 heads of a group, over which it adds up the gradients of B and C. What follows from sums over tokens, the gradients of
-dt, A, D and dt_bias, comes last. All sums are in the same order in every run on one kind of GPU.
+dt, A, D and dt_bias, comes last (`triton_ssd_last_gradients`). All sums are in the same order in every run on one kind
+of GPU.
 
 In a chunk, with G_ij = dy_i x_j, W_ij = exp(decay_i - decay_j) for j <= i of one document, S the state before it, T the
 gradient of the state after it, and, where documents let them through, fading = exp(decay) and reaching =
@@ -40,11 +41,10 @@ from ssm_tune.kernels.triton_ssd_common import (
     prepare_steps,
     read_tokens,
     states_before,
-    step_of,
 )
+from ssm_tune.kernels.triton_ssd_last_gradients import last_gradients_kernel
 
-_HEADS = 16  # of a program of the last kernel
-_TOKENS = 16  # of a program that adds up parts
+_HEADS, _TOKENS = 16, 16  # of a program of the last kernel
 
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks"])
@@ -92,72 +92,6 @@ def state_gradients_kernel(
         dstates -= state_dims * head_dims
     if HAS_INITIAL:
         tl.store(dinitial + turned, dstate, mask=inside)
-
-
-@triton.jit(do_not_specialize=["length", "heads", "chunks"])
-def step_gradients_kernel(
-    dt, A, bias, step, by_step, read, mixed, sent, carried, by_skip, ddt, shares, length, heads, chunks, low, high,
-    dt_row, dt_token, dt_head, ddt_row, ddt_token, ddt_head,
-    CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, SUM_SKIP: tl.constexpr,
-):  # fmt: skip
-    """ddt of a chunk for some heads, and the chunk's shares of the gradients of A, dt_bias and D.
-
-    shares: (3, batch * chunks, heads). Grid: (chunks, blocks of heads, batch).
-    """
-    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    place = tl.arange(0, CHUNK)
-    token = chunk.to(tl.int64) * CHUNK + place
-    some = head < heads
-    of_chunk = (row * heads + head) * chunks + chunk
-    tile, here = of_chunk[:, None] * CHUNK + place[None, :], some[:, None]
-    size = tl.load(step + tile, mask=here, other=0.0)
-    direct = tl.load(by_step + tile, mask=here, other=0.0)
-    slope = tl.load(read + tile, mask=here, other=0.0) + tl.load(mixed + tile, mask=here, other=0.0) - direct * size
-    to_the_end = tl.sum(tl.load(sent + tile, mask=here, other=0.0) * size, axis=1)
-    to_the_end += tl.load(carried + of_chunk, mask=some, other=0.0)
-    slope = tl.cumsum(slope, axis=1, reverse=True) + to_the_end[:, None]
-    value = direct + slope * tl.load(A + head, mask=some, other=0.0)[:, None]
-    inside = (token < length)[None, :] & here
-    shift = tl.load(bias + head, mask=some, other=0.0) if HAS_BIAS else tl.zeros([HEADS], tl.float32)
-    given = tl.load(dt + row * dt_row + token[None, :] * dt_token + head[:, None] * dt_head, mask=inside, other=0.0)
-    _, by_dt = step_of(given, shift[:, None], low, high, SOFTPLUS, LIMITED)
-    value = tl.where(inside, value * by_dt, 0.0)
-    to = ddt + row * ddt_row + token[None, :] * ddt_token + head[:, None] * ddt_head
-    tl.store(to, value.to(ddt.dtype.element_ty), mask=inside)
-    to = shares + (row * chunks + chunk) * heads + head
-    rows = tl.num_programs(2).to(tl.int64) * chunks * heads
-    tl.store(to, tl.sum(slope * size, axis=1), mask=some)
-    tl.store(to + rows, tl.sum(value, axis=1), mask=some)
-    if SUM_SKIP:
-        skipped = tl.load(by_skip + tile, mask=here, other=0.0)
-        tl.store(to + 2 * rows, tl.sum(skipped, axis=1), mask=some)
-
-
-@triton.jit(do_not_specialize=["length", "parts"])
-def add_parts_kernel(
-    parts_of_B, parts_of_C, dB, dC, length, parts, state_dims,
-    dB_row, dB_token, dB_group, dC_row, dC_token, dC_group, TOKENS: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
-    """Sums over parts, (parts, batch, length, groups, state). Grid: (blocks of tokens, groups, batch)."""
-    group, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    groups, batch = tl.num_programs(1), tl.num_programs(2)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    n = tl.arange(0, STATE)
-    inside = (token < length)[:, None] & (n < state_dims)[None, :]
-    tile = ((row * length + token) * groups + group)[:, None] * state_dims + n[None, :]
-    of_B, of_C = tl.zeros([TOKENS, STATE], tl.float32), tl.zeros([TOKENS, STATE], tl.float32)
-    every = batch.to(tl.int64) * length * groups * state_dims
-    for _ in range(parts):
-        of_B += tl.load(parts_of_B + tile, mask=inside, other=0.0)
-        of_C += tl.load(parts_of_C + tile, mask=inside, other=0.0)
-        parts_of_B += every
-        parts_of_C += every
-    dB += row * dB_row + group * dB_group + token[:, None] * dB_token + n[None, :]
-    dC += row * dC_row + group * dC_group + token[:, None] * dC_token + n[None, :]
-    tl.store(dB, of_B.to(dB.dtype.element_ty), mask=inside)
-    tl.store(dC, of_C.to(dC.dtype.element_ty), mask=inside)
 
 
 class Arrangement(NamedTuple):
@@ -220,30 +154,20 @@ def scan_backward(
         The gradients of A, of D (None without one), of dt_bias, and of the initial state (None without one), float32.
         The first three are sums (`add_up`), and None unless `need_sums`.
     """
-    batch, length, heads, _ = x.shape
     reach = None if number is None else find_reach(number)
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     with device_of(x):
         steps = prepare_steps(dt, A, dt_bias, dt_softplus, dt_limit) if steps is None else steps
         states = states_before(x, B, steps, number, initial_state) if states is None else states
         dstates, dinitial = _state_gradients(dy, C, steps, reach, dfinal, initial_state is not None)
-        found = _chunk_gradients(dy, x, B, C, D, steps, reach, states, dstates, dx, dB, dC)
-        chunks = steps.step.shape[2]
-        shares = torch.empty((3, batch * chunks, heads), dtype=torch.float32, device=x.device)
-        low, high = dt_limit
-        wide = D is not None and D.dim() == 2
-        step_gradients_kernel[chunks, -(-heads // _HEADS), batch](
-            dt, A, dt_bias, steps.step, *found, ddt, shares, length, heads, chunks, float(low), float(high),
-            *dt.stride(), *ddt.stride(),
-            CHUNK=CHUNK, HEADS=_HEADS, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
-            LIMITED=(low, high) != NO_LIMIT, SUM_SKIP=D is not None and not wide, num_warps=4,
-        )  # fmt: skip
+        found = _chunk_gradients(dy, x, B, C, D, steps, reach, states, dstates, dx)
+        shares = _last_gradients(dt, A, D, dt_bias, dt_softplus, dt_limit, steps, found, ddt, dB, dC)
     if not need_sums:
         return None, None, None, dinitial
     dA, dbias, dD = add_up(shares).unbind()
     if D is None:
         return dA, None, dbias, dinitial
-    return dA, found.by_skip.sum((0, 2)) if wide else dD, dbias, dinitial
+    return dA, found.of_tokens.by_skip.sum((0, 2)) if D.dim() == 2 else dD, dbias, dinitial
 
 
 def _state_gradients(
@@ -278,6 +202,14 @@ class _OfTokens(NamedTuple):
     by_skip: Tensor | None
 
 
+class _OfChunks(NamedTuple):
+    """The same, and parts of the gradients of B and C, (parts, batch, length, groups, state), float32."""
+
+    of_tokens: _OfTokens
+    parts_of_B: Tensor
+    parts_of_C: Tensor
+
+
 def _chunk_gradients(
     dy: Tensor,
     x: Tensor,
@@ -289,9 +221,7 @@ def _chunk_gradients(
     states: Tensor,
     dstates: Tensor,
     dx: Tensor,
-    dB: Tensor,
-    dC: Tensor,
-) -> _OfTokens:
+) -> _OfChunks:
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
     chunks = steps.step.shape[2]
@@ -319,11 +249,37 @@ def _chunk_gradients(
         *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[:4],
         HAS_D=D is not None, WIDE_D=wide, **common, **_sizes(within, length, head_dim, state),
     )  # fmt: skip
-    add_parts_kernel[-(-length // _TOKENS), groups, batch](
-        parts_of_B, parts_of_C, dB, dC, length, parts, state, *dB.stride()[:3], *dC.stride()[:3],
-        TOKENS=_TOKENS, STATE=sizes["STATE"], num_warps=4,
+    return _OfChunks(_OfTokens(by_step, read, mixed, sent, carried, by_skip), parts_of_B, parts_of_C)
+
+
+def _last_gradients(
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    steps: Steps,
+    found: _OfChunks,
+    ddt: Tensor,
+    dB: Tensor,
+    dC: Tensor,
+) -> Tensor:
+    """Writes ddt, dB and dC; gives the shares of the gradients of A, dt_bias and D, (3, batch * chunks, heads)."""
+    batch, length, heads = dt.shape
+    groups, state = dB.shape[2:]
+    chunks = steps.step.shape[2]
+    shares = torch.empty((3, batch * chunks, heads), dtype=torch.float32, device=dt.device)
+    low, high = dt_limit
+    programs = batch * (chunks * triton.cdiv(heads, _HEADS) + groups * triton.cdiv(length, _TOKENS))
+    last_gradients_kernel[(programs,)](
+        dt, A, dt_bias, steps.step, *found.of_tokens, ddt, shares, found.parts_of_B, found.parts_of_C, dB, dC,
+        batch, length, heads, chunks, groups, len(found.parts_of_B), state, float(low), float(high),
+        *dt.stride(), *ddt.stride(), *dB.stride()[:3], *dC.stride()[:3],
+        CHUNK=CHUNK, HEADS=_HEADS, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus, LIMITED=(low, high) != NO_LIMIT,
+        SUM_SKIP=D is not None and D.dim() == 1, TOKENS=_TOKENS, STATE=block_sizes(16, state, 16)["STATE"], num_warps=4,
     )  # fmt: skip
-    return _OfTokens(by_step, read, mixed, sent, carried, by_skip)
+    return shares
 
 
 def _sizes(arrangement: Arrangement, length: int, head_dim: int, state: int) -> dict[str, int]:
