@@ -54,7 +54,7 @@ def aside(*jobs: Job) -> list[Tensor | None]:
 def beside(weights: Sequence[Tensor], device: torch.device) -> Iterator[dict[Tensor, Tensor]]:
     """Within, in a recording, gradients of these weights may go aside. Behind it, they are in the dictionary given."""
     global _branch
-    stream = _recorded_stream(device) if ON else None
+    stream = recorded_stream(device) if ON else None
     if stream is None:
         yield {}
         return
@@ -71,7 +71,7 @@ def first_stream() -> torch.cuda.Stream | None:
     return _first_stream(torch.cuda.current_device()) if ON else None
 
 
-def _recorded_stream(device: torch.device) -> torch.cuda.Stream | None:
+def recorded_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The current stream, if what is launched on it goes into a graph."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
@@ -101,7 +101,7 @@ class _Branch:
     def takes(self, jobs: Sequence[Job]) -> bool:
         """Whether all are gradients of this pass; another thread's is on a stream of its own."""
         known = all(weight in self._weights and weight.nbytes <= LARGEST for weight, _ in jobs)
-        return known and _recorded_stream(jobs[0][0].device) == self._main
+        return known and recorded_stream(jobs[0][0].device) == self._main
 
     def launch(self, jobs: Sequence[Job]) -> None:
         into = [torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) for weight, _ in jobs]

@@ -81,7 +81,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slowest]:
 
     monkeypatch.setattr(side_stream, "ON", True)
     monkeypatch.setattr(side_stream._Branch, "launch", launch_later)
-    monkeypatch.setattr(side_stream, "_recorded_stream", lambda device: slowest.main)
+    monkeypatch.setattr(side_stream, "recorded_stream", lambda device: slowest.main)
     monkeypatch.setattr(side_stream, "_side_stream", lambda device: slowest.side)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     yield slowest
@@ -134,7 +134,7 @@ def test_what_is_read_is_held_until_the_first_stream_has_waited(
 
 def test_two_gradients_of_one_weight_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Slowest()
-    monkeypatch.setattr(side_stream, "_recorded_stream", lambda device: streams.main)
+    monkeypatch.setattr(side_stream, "recorded_stream", lambda device: streams.main)
     weight, a = nn.Parameter(torch.ones(2, 2)), torch.randn(2, 2)
     branch = side_stream._Branch([weight], streams.main, streams.side)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -157,7 +157,7 @@ def test_another_stream_goes_its_own_way(streams: Slowest, monkeypatch: pytest.M
     """Another thread's backward pass."""
     weight, a = nn.Parameter(torch.ones(2, 2)), torch.randn(2, 2)
     with beside([weight], CPU) as left:
-        monkeypatch.setattr(side_stream, "_recorded_stream", lambda device: None)
+        monkeypatch.setattr(side_stream, "recorded_stream", lambda device: None)
         assert aside((weight, partial(product, a, a)))[0] is not None
     assert left == {}
 
