@@ -267,7 +267,7 @@ def test_on_a_gpu_the_same_to_the_bit_each_time(
         assert got.keys() == wanted.keys()
         assert [name for name, truth in wanted.items() if not torch.equal(truth, got[name])] == [], number
     # Of tensors that are held some, and cuBLAS's workspaces for two more streams, once.
-    assert more < memory * 1.1 + 100 * 2**20
+    assert more < memory * 1.1 + 200 * 2**20
 
 
 @pytest.mark.gpu
