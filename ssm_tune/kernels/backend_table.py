@@ -113,6 +113,8 @@ BACKENDS = (
     Backend("gated_rms_norm", "mamba_ssm", "mamba_ssm_norm", _CUDA, "mamba_ssm", _TRITON),
     _hub("gated_rms_norm", "mamba_ssm_norm", HUB_MAMBA_SSM, _TRITON),
     Backend("gated_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
+    Backend("low_rank_product", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
+    Backend("low_rank_product", "parts", "products", cost="a product for each factor"),
     Backend("low_rank_gradients", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
     Backend("low_rank_gradients", "parts", "products", cost="a pass over the slope for each result"),
 )

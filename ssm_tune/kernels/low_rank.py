@@ -1,4 +1,4 @@
-"""What a low-rank factor of a linear layer needs in backward: one signature, backends behind it."""
+"""The products of a linear layer with a low-rank matrix: one signature, backends behind it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,27 @@ from torch import Tensor
 from ssm_tune.kernels import backends, products
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_HIGHEST_RANK = 64  # above it two products are as fast as one pass
+_HIGHEST_RANK = 64  # above it products of PyTorch's are as fast as one pass
+
+
+def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """h = scale * x A' and y = h B'.
+
+    Args:
+        x: (tokens, in). A: (rank, in). B: (out, rank). All in one dtype.
+
+    Returns:
+        (tokens, rank) and (tokens, out) in that dtype, contiguous; sums are in float32, and h is scaled before it is
+        rounded. Not differentiable.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    rank, channels = A.shape
+    backends.check_shapes("low_rank_product", x=(x, (len(x), channels)), B=(B, (len(B), rank)))
+    if rank > _HIGHEST_RANK or x.dtype not in _DTYPES:
+        return products.low_rank_product(x, A, B, scale)
+    return backends.call("low_rank_product", x, A, B, scale)
 
 
 def low_rank_gradients(

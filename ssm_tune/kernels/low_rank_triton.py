@@ -1,8 +1,11 @@
-"""The gradients through the wide factor of a low-rank product in one pass over the slope: two Triton kernels.
+"""A product with a low-rank matrix, and the gradients through its wide factor, each in one pass: Triton kernels.
 
-The slope dy (tokens, out) is by far the largest tensor here, and both products contract it, over one dimension each.
-A program reads a block of columns over a range of tokens, sums its share of dB over them, and writes its columns' share
-of dh for each token. The second kernel adds the shares, always in the same order.
+Forward, a program takes tokens through both factors: h = scale x A' stays in registers for y = h B'. It may take but a
+part of the columns of y, and computes h again with every part.
+
+Backward, the slope dy (tokens, out) is by far the largest tensor, and both products contract it, over one dimension
+each. A program reads a block of columns over a range of tokens, sums its share of dB over them, and writes its columns'
+share of dh for each token. A second kernel adds the shares, always in the same order.
 """
 
 from __future__ import annotations
@@ -32,6 +35,68 @@ class Tile(NamedTuple):
     @classmethod
     def of_rank(cls, rank: int) -> Tile:
         return cls(64, 256) if rank <= 16 else cls(64, 128)
+
+
+class Walk(NamedTuple):
+    """How a program of the forward kernel goes: so many tokens, channels of x and columns of y at a time."""
+
+    tokens: int = 64
+    channels: int = 128
+    columns: int = 256
+    warps: int = 4
+    stages: int = 4
+    splits: int = 2  # programs that share the columns of y
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_kernel(
+    x, A, B, h, y, tokens, channels, out, rank, x_stride, scale,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    here = (rows < tokens)[:, None]
+    ranks = tl.arange(0, RANK)
+    low = tl.zeros([TOKENS, RANK], tl.float32)
+    for first in range(0, channels, CHANNELS):
+        places = first + tl.arange(0, CHANNELS)
+        inside = places < channels
+        value = tl.load(
+            x + rows.to(tl.int64)[:, None] * x_stride + places[None, :], mask=here & inside[None, :], other=0.0
+        )
+        within = inside[:, None] & (ranks < rank)[None, :]
+        factor = tl.load(A + ranks[None, :] * channels + places[:, None], mask=within, other=0.0)
+        low = tl.dot(value, factor, low)
+    rounded = (low * scale).to(h.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(h + rows[:, None] * rank + ranks[None, :], rounded, mask=here & (ranks < rank)[None, :])
+    for first in range(tl.program_id(1) * COLUMNS, out, tl.num_programs(1) * COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = (columns < out)[None, :]
+        within = (ranks < rank)[:, None] & inside
+        factor = tl.load(B + columns[None, :] * rank + ranks[:, None], mask=within, other=0.0)
+        product = tl.dot(rounded, factor).to(y.dtype.element_ty)
+        tl.store(y + rows.to(tl.int64)[:, None] * out + columns[None, :], product, mask=here & inside)
+
+
+def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float, walk: Walk | None = None) -> tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.low_rank_product`.
+
+    Raises:
+        Unsupported: other dtypes than bfloat16 and float16, or no tokens.
+    """
+    (tokens, channels), (out, rank) = x.shape, B.shape
+    _check(x, A, B)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    A, B = A.contiguous(), B.contiguous()
+    walk = walk or Walk()
+    h, y = x.new_empty(tokens, rank), x.new_empty(tokens, out)
+    with device_of(x):
+        product_kernel[(triton.cdiv(tokens, walk.tokens), walk.splits)](
+            x, A, B, h, y, tokens, channels, out, rank, x.stride(0), scale, TOKENS=walk.tokens,
+            CHANNELS=walk.channels, COLUMNS=walk.columns, RANK=_padded(rank), num_warps=walk.warps,
+            num_stages=walk.stages,
+        )  # fmt: skip
+    return h, y
 
 
 @triton.jit(do_not_specialize=["tokens", "span"])
@@ -101,13 +166,10 @@ def low_rank_gradients(
         Unsupported: other dtypes than bfloat16 and float16, or no tokens.
     """
     (tokens, out), rank = dy.shape, B.shape[1]
-    if not dy.dtype == B.dtype == h.dtype or dy.dtype not in (torch.bfloat16, torch.float16):
-        raise Unsupported(f"{dy.dtype}, {B.dtype} and {h.dtype}: one of bfloat16 and float16 only")
-    if not dy.numel():
-        raise Unsupported("no tokens")
+    _check(dy, B, h)
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     B, h = B.contiguous(), h.contiguous()
-    padded = max(16, triton.next_power_of_2(rank))
+    padded = _padded(rank)
     tile = tile or Tile.of_rank(padded)
     blocks = triton.cdiv(out, tile.columns)
     wanted = max(1, tile.programs * multiprocessors(dy.device) // blocks)
@@ -126,3 +188,16 @@ def low_rank_gradients(
             dh_shares, dB_shares, dh, dB, scale, tokens, out, rank, blocks, parts, RANK=padded, **_SUMMED
         )
     return dh, dB
+
+
+def _check(*tensors: Tensor) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        raise Unsupported(f"{', '.join(map(str, dtypes))}: one of bfloat16 and float16 only")
+    if not tensors[0].numel():
+        raise Unsupported("no tokens")
+
+
+def _padded(rank: int) -> int:
+    """Ranks in a tile, which the tensor cores take by 16."""
+    return max(16, triton.next_power_of_2(rank))

@@ -1,4 +1,4 @@
-"""Matrix products in other precisions than PyTorch's operators give, and the gradients through a low-rank factor."""
+"""Matrix products in other precisions than PyTorch's operators give, and those with a low-rank matrix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 _LOW = (torch.bfloat16, torch.float16)
+
+
+def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.low_rank_product`."""
+    h = scaled_product(x, A.t(), scale)
+    return h, torch.mm(h, B.t())
 
 
 def low_rank_gradients(

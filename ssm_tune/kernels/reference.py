@@ -299,6 +299,14 @@ def gated_rms_norm(
 
 
 @torch.no_grad()
+def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """h = scale * x @ A', rounded to the dtype of x, and h @ B'."""
+    wide, A, B = (tensor.to(_accumulator(tensor.dtype)) for tensor in (x, A, B))
+    h = (scale * wide @ A.t()).to(x.dtype)
+    return h, (h.to(B.dtype) @ B.t()).to(x.dtype)
+
+
+@torch.no_grad()
 def low_rank_gradients(
     dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:

@@ -163,6 +163,9 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
     if operation == "residual_rms_norm":
         tensors = {"stream": normal(batch, length, dim), "x": normal(batch, length, dim), "weight": normal(dim)}
         return tensors, {"eps": 1e-5}, wide | {"stream"}
+    if operation == "low_rank_product":
+        tensors = {"x": normal(batch * length, dim), "A": normal(state, dim), "B": normal(dim, state)}
+        return tensors, {"scale": 2.0}, set()
     if operation == "low_rank_gradients":
         tensors = {"dy": normal(batch * length, dim), "B": normal(dim, state), "h": normal(batch * length, state)}
         return tensors, {"scale": 2.0}, set()

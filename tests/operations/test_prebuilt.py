@@ -89,6 +89,7 @@ def test_prebuilt_kernels_serve_where_nothing_is_installed(
         "add_rms_norm",
         "residual_rms_norm",
         "low_rank_gradients",
+        "low_rank_product",
         "rms_norm_parts",
     }  # which are ours alone
     assert found["selective_scan"].reason.startswith("mamba_ssm: mamba_ssm is not installed")
