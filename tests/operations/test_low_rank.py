@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -67,11 +68,11 @@ def compute_product(device: str, dtype: torch.dtype, rounding: float, sizes: lis
     from ssm_tune.kernels.low_rank_triton import Walk
     from ssm_tune.kernels.low_rank_triton import low_rank_product as by_triton
 
-    for tokens, out, rank in sizes:
+    # The second goes through the columns in two programs, several times each.
+    for (tokens, out, rank), walk in itertools.product(sizes, (None, Walk(32, 32, 16, splits=2))):
         x, B, _ = (tensor.to(device, dtype) for tensor in tensors(tokens, out, rank))
-        A = draw(rank, out).to(device, dtype)
-        for walk in (None, Walk(32, 32, 32, splits=3)):
-            check_product(by_triton(x, A, B[: out // 2], 0.5, walk), x, A, B[: out // 2], rounding)
+        A, B = draw(rank, out).to(device, dtype), B[: out // 2]
+        check_product(by_triton(x, A, B, 0.5, walk), x, A, B, rounding)
 
 
 def compute(device: str, dtype: torch.dtype, rounding: float, sizes: list[tuple[int, int, int]]) -> None:
