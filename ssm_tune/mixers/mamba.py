@@ -22,8 +22,12 @@ from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.later_gradients import LaterGradient, later_gradient, project_later, tapped
 from ssm_tune.mixers.norms import normalised_parts
+from ssm_tune.mixers.projected_again import projected_again
 from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
+
+# With adapters, in_proj's output of one in so many layers is computed again in backward (`projected_again`). 0: none.
+AGAIN = 0
 
 
 class MambaMixer(Patched):
@@ -46,7 +50,7 @@ class MambaMixer(Patched):
         if seq_idx is None and attention_mask is not None:
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
         window, state = read_states(cache, self.layer_idx)
-        x, z = split_in_two(project(self.in_proj, hidden_states, self.conv1d.weight.dtype))
+        x, z = split_in_two(projected_again(self, hidden_states, self._project, AGAIN))
         with recomputed(x):
             later = None
             if state is not None and x.shape[1] == 1 and seq_idx is None:
@@ -55,6 +59,10 @@ class MambaMixer(Patched):
                 later = later_gradient(self.out_proj, x)
                 y = self._scan_row(x, z, cache, window, state, seq_idx, later)
             return project_later(self.out_proj, y, later, self.conv1d.weight.dtype)
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """x and z in one tensor (batch, length, 2 dim)."""
+        return project(self.in_proj, hidden_states, self.conv1d.weight.dtype)
 
     def _step(self, x: Tensor, z: Tensor, window: Tensor, state: Tensor) -> Tensor:
         x = convolve_token(self.conv1d, x, window)

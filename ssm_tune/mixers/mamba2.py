@@ -20,9 +20,13 @@ from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.later_gradients import later_gradient, project_later, tapped
+from ssm_tune.mixers.projected_again import projected_again
 from ssm_tune.mixers.projections import project
 from ssm_tune.mixers.raw_parameters import kernel_of, weight_of
 from ssm_tune.mixers.states import continued, read_states, write_states
+
+# With adapters, in_proj's output of one in so many layers is computed again in backward (`projected_again`). 0: none.
+AGAIN = 0
 
 
 class Mamba2Mixer(Patched):
@@ -44,7 +48,7 @@ class Mamba2Mixer(Patched):
         """
         if seq_idx is None and attention_mask is not None:
             seq_idx = document_index(hidden_states.shape[:2], hidden_states.device, attention_mask=attention_mask)
-        projected = self._project(hidden_states)
+        projected = projected_again(self, hidden_states, self._project, AGAIN)
         with recomputed(projected):
             if cache is not None:
                 return project(self.out_proj, self._continue(projected, cache, seq_idx), self.conv1d.weight.dtype)

@@ -174,6 +174,60 @@ def test_adapters_with_dropout_draw_the_same_numbers_again(
     assert torch.equal(after, torch.rand(1))  # backward draws nothing that a later step would miss
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2"])
+def test_in_proj_of_some_layers_is_computed_again(
+    kind: str, dropout: float, keep_everything: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters: its output is not kept, by as many bytes as it has, and the gradients are the same."""
+    monkeypatch.setattr(LoraModel, "_check_target_module_compatiblity", lambda *_: None)
+    settings = LoraConfig(r=4, target_modules=["in_proj", "out_proj"], lora_dropout=dropout)
+    model, layout = get_peft_model(make_model(kind), settings), LAYOUTS["packed rows"](make_documents())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    layers, found = model.base_model.model.backbone.layers, {}
+    for every in (0, 2):
+        monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", every)
+        monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", every)
+        calls = [0] * len(layers)
+        for number, layer in enumerate(layers):
+            forward = type(layer.mixer.in_proj).forward
+            monkeypatch.setattr(layer.mixer.in_proj, "forward", counted(forward, layer.mixer.in_proj, calls, number))
+        torch.manual_seed(1)
+        with Storages() as storages:
+            loss = run(model, layout, 100).loss
+            kept = storages.alive(*model.parameters())
+        model.zero_grad()
+        loss.backward()
+        found[every] = kept, {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        assert calls == [1 + (every > 0 and number % every == 0) for number in range(len(layers))]
+    if not dropout:  # the generator's state and what dropout was given are kept in its place
+        given_up = -(-len(layers) // 2) * layers[0].mixer.in_proj.out_features
+        assert found[0][0] - found[2][0] >= 4 * layout.labels.numel() * given_up
+    assert_same(found[2][1], found[0][1])
+
+
+def counted(forward: Callable[..., Any], layer: Any, calls: list[int], number: int) -> Callable[..., Any]:
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[number] += 1
+        return forward(layer, *args, **kwargs)
+
+    return counting
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_trained_in_proj_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = make_model(kind), LAYOUTS["packed rows"](make_documents())
+    monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", 1)
+    monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", 1)
+    calls = [0]
+    in_proj = model.backbone.layers[0].mixer.in_proj
+    monkeypatch.setattr(in_proj, "forward", counted(type(in_proj).forward, in_proj, calls, 0))
+    gradients(model, layout)
+    assert calls == [1]
+
+
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_gradient_checkpointing_is_left_alone(kind: str, keep_everything: Callable[[], None]) -> None:
     model, layout = make_model(kind), LAYOUTS["packed"](make_documents())
