@@ -36,8 +36,8 @@ class Pieces:
     """
 
     def __init__(self, blocks: nn.ModuleList, starts: Sequence[int], *, trained_input: bool) -> None:
-        self._blocks, self._trained_input = _Blocks(blocks), trained_input
         self._starts = [start for start in starts if start == 0 or trained_input or _trained(blocks[:start])]
+        self._blocks, self._trained_input = _Blocks(blocks, self._starts), trained_input
         ends = [*self._starts[1:], len(blocks)]
         # Trained parameters of each piece, by their names in `_Blocks`.
         self._parameters = [
@@ -119,9 +119,9 @@ class Pieces:
 
 
 class _Blocks(nn.Module):
-    def __init__(self, blocks: nn.ModuleList) -> None:
+    def __init__(self, blocks: nn.ModuleList, starts: Sequence[int]) -> None:
         super().__init__()
-        self.blocks = blocks
+        self.blocks, self.starts = blocks, starts
 
     def forward(self, hidden_states: Tensor, seq_idx: Tensor | None, before: Border) -> Tensor:
         if seq_idx is not None:
@@ -130,7 +130,8 @@ class _Blocks(nn.Module):
             # And a tensor of this call's own: what is worked out of it is kept by tensor, and belongs in the graph.
             seq_idx = torch.where(seq_idx == PADDING, PADDING - 1, seq_idx)
         with without_waiting():
-            return pass_through(self.blocks, hidden_states, before=before, gathered=True, seq_idx=seq_idx)
+            together = {"before": before, "gathered": True, "starts": self.starts}
+            return pass_through(self.blocks, hidden_states, **together, seq_idx=seq_idx)
 
 
 def _trained(blocks: nn.ModuleList) -> dict[str, nn.Parameter]:

@@ -8,12 +8,14 @@ and hands both on all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
 from ssm_tune.kernels.recompute_sums import running_sum
+from ssm_tune.mixers.decay_rates import rates_together
 from ssm_tune.mixers.watched import is_only_sharded, is_watched
 
 
@@ -48,23 +50,28 @@ def pass_through(
     *,
     before: Border = _pass_on,
     gathered: bool = False,
+    starts: Sequence[int] = (),
     **arguments: Any,
 ) -> Tensor:
     """What the blocks make of the stream (batch, length, hidden), each called with `arguments`.
 
     Each is called as a module, and adds to the stream itself, unless all of them can be joined. `before` is given the
     number of each block and what goes into it, the stream and what is to be added to it (None: nothing), and gives the
-    same tensors or views of them. `gathered`: sharded blocks are whole, and FSDP2 need not see them called.
+    same tensors or views of them. `gathered`: sharded blocks are whole, and FSDP2 need not see them called. `starts`:
+    numbers of blocks, ascending, from each of which to the next what they have in common may be computed at once.
     """
     blocks = list(blocks)
     if not all(map(can_be_joined, blocks)):
         for number, block in enumerate(blocks):
             stream = block(before(number, stream, None)[0], **arguments)
         return stream
-    added = None
-    with running_sum() as sums:
+    added, ends = None, dict(zip(starts, [*starts[1:], len(blocks)], strict=False))
+    with running_sum() as sums, ExitStack() as rates:
         for number, block in enumerate(blocks):
             stream, added = before(number, stream, added)
+            if number in ends:
+                rates.close()
+                rates.enter_context(rates_together(blocks[number : ends[number]]))
             if is_watched(block) and not gathered:  # by FSDP2
                 stream, added = block(stream, added=added, joined=True, **arguments)
             else:

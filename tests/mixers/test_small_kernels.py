@@ -10,8 +10,10 @@ from tiny import tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ssm_tune.mixers.backward_pieces import Pieces
 from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.patch import patch_model
+from ssm_tune.mixers.residual_stream import pass_through
 
 
 class Operations(TorchDispatchMode):
@@ -47,7 +49,38 @@ def test_decay_rates_are_two_kernels_and_one_backward() -> None:
     with Operations() as operations:
         A = decay_rates(A_log)
         torch.autograd.grad(A, A_log, slope)
-    assert [name for name in operations.names if name != "detach"] == ["exp", "neg_", "mul"]
+    assert [name for name in operations.names if name != "detach"] == ["_foreach_exp", "_foreach_neg_", "_foreach_mul"]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba"])
+@pytest.mark.parametrize("starts", [[0], [0, 1]])
+def test_recorded_blocks_have_their_decay_rates_from_one_operation_a_piece(kind: str, starts: list[int]) -> None:
+    model = patch_model(tiny_model(kind)).train()
+    blocks, x = model.backbone.layers, torch.randn(2, 7, model.config.hidden_size)
+    pieces = Pieces(blocks, starts, trained_input=False)
+    with Operations() as operations:
+        y = pieces.forward(x, None)
+        found, slopes = {}, [torch.ones_like(y)]
+        for piece in reversed(range(len(starts))):
+            gradients, slopes = pieces.backward(piece, slopes)
+            found |= dict(zip(pieces.parameters(piece), gradients, strict=True))
+    assert [operations.names.count(f"_foreach_{name}") for name in ("exp", "neg_", "mul")] == [len(starts)] * 3
+    expected = pass_through(blocks, x)
+    assert torch.equal(y, expected)
+    parameters = list(blocks.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(expected.sum(), parameters), strict=True):
+        torch.testing.assert_close(found[parameter], gradient)
+
+
+def test_frozen_decay_rates_are_computed_together_too() -> None:
+    model = patch_model(tiny_model("mamba2")).train()
+    blocks, x = model.backbone.layers, torch.randn(2, 7, model.config.hidden_size)
+    for block in blocks:
+        block.mixer.A_log.requires_grad_(False)
+    pieces = Pieces(blocks, [0], trained_input=True)
+    with Operations() as operations:
+        pieces.backward(0, [torch.ones_like(pieces.forward(x, None))])
+    assert operations.names.count("_foreach_exp") == 1 and "_foreach_mul" not in operations.names
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
