@@ -32,6 +32,7 @@ from ssm_tune.kernels import (
     part_sums,
     recompute,
     triton_conv,
+    triton_gate,
     triton_gated_norm,
     triton_ssd,
     triton_ssd_backward,
@@ -125,6 +126,20 @@ def padding_may_hold_anything() -> None:
     assert torch.equal(y, clean), "outputs"
     for name, gradient in zip(leaves, torch.autograd.grad(y.sum(), list(leaves.values())), strict=True):
         assert gradient.isfinite().all(), name
+
+
+def gate_of_many_channels() -> None:
+    """More than one program a row; z and its gradient are parts of wider tensors."""
+    y, dout, wide, dwide = (torch.randn(2, 3, 5, n) for n in (220, 220, 230, 230))
+    z, dz = (t.flatten(-2)[..., 10:1110].unflatten(-1, (5, 220)) for t in (wide, dwide))
+    before = dwide.clone()
+    leaves = [t.clone().requires_grad_() for t in (y, z)]
+    truth = leaves[0] * torch.nn.functional.silu(leaves[1])
+    torch.testing.assert_close(triton_gate.gate(y, z), truth.detach())
+    dy = triton_gate.gate_backward(dout, y, z, dz)
+    for one, other in zip((dy, dz), torch.autograd.grad(truth, leaves, dout), strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(dwide.flatten(-2)[..., :10], before.flatten(-2)[..., :10])
 
 
 def other_documents_change_nothing() -> None:
@@ -232,6 +247,7 @@ CASES: dict[str, Callable[[], None]] = {
     "block: groups": lambda: block(groups=2, group_size=4, norm_before_gate=True, dt_limit=(0.01, 0.2)),
     "block: padding": lambda: block("padding right"),
     "block: padding inside": lambda: block(PADDED),
+    "gate of many channels": gate_of_many_channels,
     "block: no norm": lambda: block(without=("norm_weight", "conv_bias")),
     "block: not contiguous": lambda: block(view=lose_contiguity),
     "block: float16": lambda: block(dtype=torch.float16, tolerance=ROUNDED, wide=(*WIDE, "norm_weight")),
