@@ -91,6 +91,10 @@ def output_kernel(
             x, B, C, place, p, n, length, head_dims, state_dims, x_token, B_token, EVEN
         )  # fmt: skip
     for chunk in range(chunks):
+        if HAS_STATES:
+            before = tl.trans(state.to(states.dtype.element_ty))
+            write_tokens(states, before, n, p, state_dims, head_dims, head_dims, EVEN)
+            states += state_dims * head_dims
         remaining = length - chunk * CHUNK
         if AHEAD:
             values, b, c = next_x, next_b, next_c
@@ -118,10 +122,6 @@ def output_kernel(
             weight = tl.where(place >= last, weight, 0.0)
             through = tl.where(last < 0, through, 0.0)
             reach += CHUNK
-        if HAS_STATES:
-            before = tl.trans(state.to(states.dtype.element_ty))
-            write_tokens(states, before, n, p, state_dims, head_dims, head_dims, EVEN)
-            states += state_dims * head_dims
         mixing = within_chunk(scores, steps, decays, reaches, place, HAS_DOCUMENTS).to(values.dtype)
         out = tl.dot(state.to(c.dtype), tl.trans(c), input_precision=PRECISION) * fading[None, :]
         out = tl.dot(values, mixing, acc=out, input_precision=PRECISION)
