@@ -1,7 +1,8 @@
 """RMS norms without weights of three parts of one tensor: one Triton kernel forward, one backward.
 
 The parts are narrow, so that a norm of each by itself would be mostly launches and copies. Backward writes the
-gradients side by side, as the tensor lies, and takes the scales from the tensor again: nothing else is kept.
+gradients side by side, as the tensor lies, and takes the scales from the tensor again: nothing else is kept. Whoever
+reads the parts need not keep them: they come again from the tensor (`ssm_tune.kernels.recompute`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
 
 _WIDEST = 4096  # channels of a part
 _NUMBERS = 2048  # of a tile, about
@@ -93,11 +95,10 @@ def rms_norm_parts(x: Tensor, sizes: Sequence[int], eps: float) -> tuple[Tensor,
 class _NormParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], eps: float) -> tuple[Tensor, ...]:
-        rows = _rows(x)
-        parts = tuple(x.new_empty(*x.shape[:-1], size) for size in sizes)
-        grid, blocks = _blocks(len(rows), sizes)
-        with device_of(x):
-            norm_parts_kernel[grid](rows, *parts, len(rows), rows.stride(0), *sizes, eps, **blocks)
+        parts = _compute(x, sizes, eps)
+        if recomputing() and ctx.needs_input_grad[0]:
+            kept = reference_to(x)
+            recomputable(parts, lambda: _compute(kept(), sizes, eps))
         ctx.save_for_backward(x)
         ctx.sizes, ctx.eps = sizes, eps
         return parts
@@ -113,6 +114,15 @@ class _NormParts(torch.autograd.Function):
         with device_of(x):
             norm_parts_backward_kernel[grid](rows, *slopes, dx, len(rows), *strides, *ctx.sizes, ctx.eps, **blocks)
         return dx, None, None
+
+
+def _compute(x: Tensor, sizes: tuple[int, ...], eps: float) -> tuple[Tensor, ...]:
+    rows = _rows(x)
+    parts = tuple(x.new_empty(*x.shape[:-1], size) for size in sizes)
+    grid, blocks = _blocks(len(rows), sizes)
+    with device_of(x):
+        norm_parts_kernel[grid](rows, *parts, len(rows), rows.stride(0), *sizes, eps, **blocks)
+    return parts
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from comparison import draw
 from ssm_tune.kernels import (
     add_rms_norm,
     gated_rms_norm,
+    recompute,
     reference,
     residual_rms_norm,
     rms_norm,
@@ -91,11 +92,25 @@ def check_parts(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[
         assert part.dtype == dtype and (part.double() - truth).norm() <= tolerance * truth.norm()
 
 
+def check_that_parts_are_not_kept(device: str) -> None:
+    from ssm_tune.kernels.norm_parts_triton import rms_norm_parts as by_triton
+
+    x, kept = draw(2, 35, 24).to(device, torch.float32).requires_grad_(), []
+    for devices in ((), (device,)):
+        recompute.DEVICES = devices
+        with recompute.recomputed(x), recompute.kept_tensors() as seen:
+            y = sum(part.square().sum() for part in by_triton(x * 2, (16, 4, 4), 1e-3))
+        kept.append((torch.autograd.grad(y, x)[0], len(seen)))
+    (expected, _), (found, tensors) = kept
+    assert torch.equal(found, expected) and tensors == 1  # 2 x
+
+
 def test_the_triton_kernels_of_parts_interpreted() -> None:
     pytest.importorskip("triton")
     code = (
         "import torch, test_norm as t\n"
-        "for sizes in ((20, 4, 3), (256, 16, 16)): t.check_parts('cpu', torch.float32, 1e-6, sizes)"
+        "for sizes in ((20, 4, 3), (256, 16, 16)): t.check_parts('cpu', torch.float32, 1e-6, sizes)\n"
+        "t.check_that_parts_are_not_kept('cpu')"
     )
     here = Path(__file__).parent
     environment = {
@@ -112,6 +127,12 @@ def test_the_triton_kernels_of_parts_interpreted() -> None:
 def test_the_triton_kernels_of_parts_on_a_gpu(sizes: tuple[int, int, int]) -> None:
     check_parts("cuda", torch.float32, 1e-6, sizes)
     check_parts("cuda", torch.bfloat16, 4e-3, sizes)
+
+
+@pytest.mark.gpu
+def test_parts_are_not_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "DEVICES", recompute.DEVICES)
+    check_that_parts_are_not_kept("cuda")
 
 
 _INTERPRETED = """
