@@ -28,7 +28,7 @@ from ssm_tune.kernels.cuda_tokens import (
 from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.part_sums import add_up, added_together
-from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
+from ssm_tune.kernels.recompute import ByProduct, is_ours_alone, recomputable, recomputing, reference_to
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in scan_common.cuh.
@@ -276,7 +276,10 @@ def run_backward(
     to be summed over their first dimension) and the state before the row. That by z is written to `dz`, and the outputs
     again to `y`."""
     batch, length, dim = row.x.shape
-    dx, ddt = (torch.empty(batch, length, dim, device=dy.device, dtype=dy.dtype) for _ in range(2))
+    dx = torch.empty(batch, length, dim, device=dy.device, dtype=dy.dtype)
+    # Over dt, if nobody else wants that: of a token the kernel has read all when it writes.
+    over = row.dt.is_contiguous() and row.dt.dtype == dx.dtype and is_ours_alone(row.dt)
+    ddt = row.dt if over else torch.empty_like(dx)
     dBC = row.A.new_empty(row.blocks, batch, length, 2 * row.A.shape[1])
     dA, dfirst = (row.A.new_empty(batch, *row.A.shape) for _ in range(2))
     dD, dbias = (None if t is None else row.A.new_empty(batch, dim) for t in (row.D, row.bias))

@@ -18,7 +18,7 @@ from ssm_tune.kernels import ssd_block_parts
 from ssm_tune.kernels.devices import device_of
 from ssm_tune.kernels.documents import Documents
 from ssm_tune.kernels.part_sums import added_together
-from ssm_tune.kernels.recompute import ByProduct, recomputable, recomputing, reference_to
+from ssm_tune.kernels.recompute import ByProduct, is_ours_alone, recomputable, recomputing, reference_to
 from ssm_tune.kernels.ssd_block_parts import split_heads, split_projected
 
 Marks = tuple[Tensor, Tensor] | None  # documents of tokens, (batch, length), int32: `marked` and `number` of Documents
@@ -148,24 +148,29 @@ class _Block(torch.autograd.Function):
         z, xBC, dt = split_projected(projected, conv_weight, A)
         dprojected = torch.empty(projected.shape, dtype=projected.dtype, device=projected.device)
         dz, dxBC, ddt = split_projected(dprojected, conv_weight, A)
-        dconvolved = torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
+        # Over what only this pass has, as soon as it has been read: see `Functions`.
+        over = convolved is not None and convolved.is_contiguous() and is_ours_alone(convolved)
+        dconvolved = convolved if over else torch.empty(xBC.shape, dtype=xBC.dtype, device=xBC.device)
         dx, dB, dC = split_heads(dconvolved, len(A), settings.head_dim, settings.groups)
         dscanned, dnorm, gate, into = dy, None, None, {"dx": dx, "ddt": ddt, "dB": dB, "dC": dC}
         needed = ctx.needs_input_grad
         with device_of(projected), added_together():
             if norm_weight is None:
-                gate, into["dz"] = (t.unflatten(-1, scanned.shape[-2:]) for t in (z, dz))
+                gate, into["dz"] = (t.unflatten(-1, (len(A), settings.head_dim)) for t in (z, dz))
             else:
                 norm = (settings.group_size, settings.norm_before_gate, needed[6])
-                given = (scanned.flatten(-2), z, norm_weight, scales, dz)
                 y = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if ctx.outputs.is_expected() else None
-                dscanned, dnorm = functions.normalise_backward(dy, *given, *norm, y)
+                dscanned, dnorm = functions.normalise_backward(
+                    dy, scanned.flatten(-2), z, norm_weight, scales, dz, *norm, y
+                )
+                if functions.scan_again is not None:
+                    scanned = None
                 if y is not None:
                     ctx.outputs.give([y])
             if convolved is None:
                 convolved = functions.convolve(xBC, conv_weight, conv_bias, marks)
             x, B, C = split_heads(convolved, len(A), settings.head_dim, settings.groups)
-            dscanned = dscanned.unflatten(-1, scanned.shape[-2:])
+            dscanned = dscanned.unflatten(-1, (len(A), settings.head_dim))
             given = (x, dt, A, B, C, D, dt_bias, gate, scanned, marks, settings)
             known = ctx.left.take() | {"need_sums": any(needed[3:6])}
             dA, dD, ddt_bias = functions.scan_backward(dscanned, *given, into, **known)

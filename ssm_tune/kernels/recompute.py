@@ -59,8 +59,17 @@ class _Source:
     def is_expected(self) -> bool:
         return any(result is not None and result.expected for result in self._alive())
 
+    def rely_on_gift(self) -> None:
+        """Let go of the function, and of what it would use, if all that is still asked for will be given."""
+        if all(result is None or result.notes == result.expected for result in self._alive()):
+            self.function = _never
+
     def _alive(self) -> list[_Result | None]:
         return [reference() for reference in self.results]
+
+
+def _never() -> Sequence[Tensor]:
+    raise RuntimeError("asked for again, although all who asked have been given it")
 
 
 class _Result:
@@ -72,6 +81,12 @@ class _Result:
         self.offset = tensor.storage_offset()
         self.tensor: Tensor | None = None
         self.notes = self.left = self.expected = 0
+
+    def let_go(self) -> None:
+        """One has had it, or will not ask."""
+        self.left -= 1
+        if self.left <= 0:
+            self.tensor = None
 
     def fitted(self, tensor: Tensor) -> Tensor:
         if tensor.dtype != self.dtype or tensor.size() != self.size:
@@ -97,9 +112,9 @@ class _Note(NamedTuple):
         if result.tensor is None:
             result.source.compute()
         tensor = result.tensor
-        result.left -= 1
-        if result.left <= 0:
-            result.tensor = None
+        result.let_go()
+        if self.size == result.size and self.stride == result.stride and not self.offset:
+            return tensor
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -120,9 +135,10 @@ class _Reference(Reference):
     """A note for a function; taken back if the function goes without having used it, since nobody saved its results."""
 
     def __init__(self, note: _Note):
-        self.note = note
+        self.note, self.used = note, False
 
     def __call__(self) -> Tensor:
+        self.used = True
         return self.note.tensor()
 
     def expect(self) -> None:
@@ -130,6 +146,8 @@ class _Reference(Reference):
 
     def __del__(self) -> None:
         self.note.result.notes -= 1
+        if not self.used:
+            self.note.result.let_go()
 
 
 class _Scope:
@@ -207,10 +225,13 @@ class ByProduct:
 
     def is_expected(self) -> bool:
         """Whether somebody waits for them, in this backward pass; asked once in it."""
-        expected = self.source is not None and self.source.is_expected()
-        if not expected:
+        source = self.source
+        if source is None or not source.is_expected():
             self._let_go()
-        return expected
+            return False
+        if not graph_is_kept():
+            source.rely_on_gift()
+        return True
 
     def give(self, tensors: Sequence[Tensor]) -> None:
         """Hand them over, as `recomputable` would have them from its function."""
@@ -222,6 +243,13 @@ class ByProduct:
         """Of the function, which holds what was kept for it: as autograd lets go of saved tensors."""
         if not graph_is_kept():
             self.source = None
+
+
+def is_ours_alone(tensor: Tensor) -> bool:
+    """Of a tensor that was unpacked in a backward pass: whether nobody but the caller has it or its memory, so that it
+    may be written over."""
+    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # the call's own
+    return holders == 1 and tensor._use_count() == 1 and type(tensor) is Tensor
 
 
 def recomputable(

@@ -133,11 +133,22 @@ def test_a_scan_that_is_quick_is_computed_again(kind: str, monkeypatch: pytest.M
         *vectors, marks, settings = given
         return functions.scan(*vectors, None, marks, settings)[1], {}
 
+    missing: list[int] = []
+
+    def scan_backward(functions: fused_ssd_block.Functions, slope: torch.Tensor, *given: Any, **more: Any) -> Any:
+        """The stand-ins want the output, which with a norm nobody else does."""
+        *vectors, gate, kept, marks, settings, into = given
+        if kept is None:
+            missing.append(1)
+            kept = functions.scan(*vectors, None, marks, settings)[1]
+        return functions[3](slope, *vectors, gate, kept, marks, settings, into, **more)
+
     monkeypatch.setattr(fused_ssd_block.Functions, "scan_again", scan_again)
+    monkeypatch.setattr(fused_ssd_block.Functions, "scan_backward", scan_backward)
     scans = stand_ins.CALLS.count(SCAN)
     assert_same(gradients(model, layout, times=2), {name: 2 * gradient for name, gradient in wanted.items()})
     # Of the stand-ins backward computes the scan too: 2 calls a layer, and for two backward passes 1 + 2 * (1 + 1).
-    assert 2 * (stand_ins.CALLS.count(SCAN) - scans) == 5 * once > 0
+    assert 2 * (stand_ins.CALLS.count(SCAN) - scans - len(missing)) == 5 * once > 0
     mixer = next(m for m in model.modules() if "conv1d" in m._modules)
     assert kept_bytes(model, layout, hidden) <= kept - 4 * layout.labels.numel() * mixer.out_proj.in_features
 
@@ -187,9 +198,9 @@ def test_in_proj_of_some_layers_is_computed_again(
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     layers, found = model.base_model.model.backbone.layers, {}
-    for every in (0, 2):
-        monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", every)
-        monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", every)
+    for share in (0.0, 0.5):
+        monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", share)
+        monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", share)
         calls = [0] * len(layers)
         for number, layer in enumerate(layers):
             forward = type(layer.mixer.in_proj).forward
@@ -200,12 +211,12 @@ def test_in_proj_of_some_layers_is_computed_again(
             kept = storages.alive(*model.parameters())
         model.zero_grad()
         loss.backward()
-        found[every] = kept, {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-        assert calls == [1 + (every > 0 and number % every == 0) for number in range(len(layers))]
+        found[share] = kept, {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        assert calls == [1 + (share > 0 and number % 2 == 0) for number in range(len(layers))]
     if not dropout:  # the generator's state and what dropout was given are kept in its place
         given_up = -(-len(layers) // 2) * layers[0].mixer.in_proj.out_features
-        assert found[0][0] - found[2][0] >= 4 * layout.labels.numel() * given_up
-    assert_same(found[2][1], found[0][1])
+        assert found[0.0][0] - found[0.5][0] >= 4 * layout.labels.numel() * given_up
+    assert_same(found[0.5][1], found[0.0][1])
 
 
 def counted(forward: Callable[..., Any], layer: Any, calls: list[int], number: int) -> Callable[..., Any]:
@@ -219,8 +230,8 @@ def counted(forward: Callable[..., Any], layer: Any, calls: list[int], number: i
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_trained_in_proj_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout = make_model(kind), LAYOUTS["packed rows"](make_documents())
-    monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", 1)
-    monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", 1)
+    monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", 1.0)
+    monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", 1.0)
     calls = [0]
     in_proj = model.backbone.layers[0].mixer.in_proj
     monkeypatch.setattr(in_proj, "forward", counted(type(in_proj).forward, in_proj, calls, 0))

@@ -29,6 +29,7 @@ from torch import Tensor
 from ssm_tune.kernels import (
     backends,
     cuda_conv,
+    fused_ssd_block,
     part_sums,
     recompute,
     triton_conv,
@@ -202,8 +203,11 @@ def block_computes_its_scan_again() -> None:
 
         return call
 
+    over: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recompute, "DEVICES", ("cpu",))
+        alone = recompute.is_ours_alone
+        patch.setattr(fused_ssd_block, "is_ours_alone", lambda tensor: over.append(alone(tensor)) or over[-1])
         with recompute.recomputed(leaves[0]):
             loss = triton_ssd_block.ssd_block(*leaves, **settings).sin().sum()
         for module in (triton_ssd, triton_ssd_backward):
@@ -216,6 +220,7 @@ def block_computes_its_scan_again() -> None:
             assert calls == ["prepare_steps", "empty_states", "scan_forward"], calls
             assert all(tensor() is None for tensor in made)
             calls.clear()
+    assert over == [True] * 3  # the gradient of what was convolved goes where that was
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -156,6 +156,39 @@ def test_backward_gives_the_outputs_again(on_cpu: ModuleType, monkeypatch: pytes
     torch.testing.assert_close(again(), y.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["nobody else's", "somebody else's"])
+@pytest.mark.parametrize("length", [20, 275])
+def test_the_gradient_of_dt_goes_over_a_dt_that_nobody_else_has(
+    on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int, known: bool
+) -> None:
+    monkeypatch.setattr(recompute, "DEVICES", ("cpu",))
+    leaves = {name: t.float().requires_grad_() for name, t in scan_tensors(length=length, dim=36).items()}
+    documents, alone = long_documents(length), recompute.is_ours_alone
+    made: list[Tensor] = []
+
+    def dt_again() -> list[Tensor]:
+        made.append(leaves["dt"].detach() * 2)
+        return [made[-1] if known else made.pop()]
+
+    with recompute.recomputed(leaves["x"]):
+        dt = leaves["dt"] * 2
+        recompute.recomputable([dt], dt_again)
+        y = on_cpu.selective_scan(**leaves | {"dt": dt}, seq_idx=documents)
+        again = recompute.reference_to(y)
+    again.expect()
+    doubled = leaves | {"dt": dt.detach().requires_grad_()}
+    loss = on_cpu.selective_scan(**doubled, seq_idx=documents).sin().sum()
+    wanted = torch.autograd.grad(loss, list(doubled.values()))
+    over: list[bool] = []
+    monkeypatch.setattr(on_cpu, "is_ours_alone", lambda tensor: over.append(alone(tensor)) or over[-1])
+    found = torch.autograd.grad(y.sin().sum(), list(leaves.values()))
+    assert over == [not known]
+    if known:
+        assert torch.equal(made[0], dt)
+    for name, one, other in zip(leaves, found, wanted, strict=True):
+        assert torch.equal(one, other * 2 if name == "dt" else other), name
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype", "words"),
     [
