@@ -26,8 +26,8 @@ from ssm_tune.mixers.projected_again import projected_again
 from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
 
-# With adapters, in_proj's output of one in so many layers is computed again in backward (`projected_again`). 0: none.
-AGAIN = 0
+# With adapters, in_proj's output of this share of the layers is computed again in backward (`projected_again`).
+AGAIN = 0.0
 
 
 class MambaMixer(Patched):

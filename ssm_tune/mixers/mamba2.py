@@ -25,8 +25,8 @@ from ssm_tune.mixers.projections import project
 from ssm_tune.mixers.raw_parameters import kernel_of, weight_of
 from ssm_tune.mixers.states import continued, read_states, write_states
 
-# With adapters, in_proj's output of one in so many layers is computed again in backward (`projected_again`). 0: none.
-AGAIN = 0
+# With adapters, in_proj's output of this share of the layers is computed again in backward (`projected_again`).
+AGAIN = 0.0
 
 
 class Mamba2Mixer(Patched):
