@@ -120,8 +120,15 @@ class _LoraLinear(torch.autograd.Function):
         low_A, low_B = in_dtype(A, x.dtype), in_dtype(B, x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.flatten(0, -2)
-            h = scaled_product(rows, low_A.t(), scale)
-            y = _sum_of_products(h, low_B.t(), rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
+            if _is_narrow(rows, weight.shape[0], len(A)):
+                h, y = kernels.narrow_linear(rows, weight, low_A, low_B, scale)
+            else:
+                # The adapter's part first, and the base's product added to it before anything is rounded: the other
+                # way round, a part that is smaller than a rounding of the base's output is lost in it, for every token
+                # alike.
+                h, y = kernels.low_rank_product(rows, low_A, low_B, scale)
+                y.addmm_(rows, weight.t())
+            y = y.view(*x.shape[:-1], weight.shape[0])
             if bias is not None:
                 y.add_(bias)
         need_A, need_B = ctx.needs_input_grad[3:5]
@@ -133,12 +140,12 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, A, B, h = ctx.saved_tensors
         to_A, to_B = ctx.trained
-        dx = dA = None
+        dA = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
-            dh, dB = _low_rank_gradients(flat, B, h, ctx.scale, to_B.dtype)
-            if ctx.needs_input_grad[0]:
-                dx = _sum_of_products(dh, A, flat, weight).view(*dy.shape[:-1], weight.shape[1])
+            needed = A if ctx.needs_input_grad[0] else None
+            dh, dB, dx = _gradients(flat, weight, needed, B, h, ctx.scale, to_B.dtype)
+            dx = None if dx is None else dx.view(*dy.shape[:-1], weight.shape[1])
             if x is not None:
                 (dA,) = aside((to_A, partial(product_in, to_A.dtype, dh.t(), x.flatten(0, -2))))
         if ctx.later is not None:
@@ -146,26 +153,26 @@ class _LoraLinear(torch.autograd.Function):
         return dx, None, None, dA, dB, None, None
 
 
-def _low_rank_gradients(
-    dy: Tensor, B: Tensor, h: Tensor | None, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """dh (tokens, r) = scale dy B, and dB (out, r) in `dtype`; None where h is None, since B is not trained."""
+def _gradients(
+    dy: Tensor, weight: Tensor, A: Tensor | None, B: Tensor, h: Tensor | None, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dh (tokens, r) = scale dy B; dB (out, r) in `dtype`, None where h is None, since B is not trained; and dx
+    (tokens, in), None where A is None, since nobody wants it."""
+    narrow = A is not None and _is_narrow(dy, weight.shape[1], len(A))
+    part = dB = None
     if h is None:
-        return scaled_product(dy, B, scale), None
-    return kernels.low_rank_gradients(dy, B, h, scale, dtype)
+        dh = scaled_product(dy, B, scale)
+    else:
+        dh, dB, part = kernels.low_rank_gradients(dy, B, h, scale, dtype, None if narrow else A)
+    if A is None:
+        return dh, dB, None
+    if narrow:
+        return dh, dB, kernels.narrow_gradient(dy, weight, dh, A)
+    return dh, dB, (torch.mm(dh, A) if part is None else part).addmm_(dy, weight)
 
 
-def _sum_of_products(low: Tensor, adapter: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """low @ adapter + rows @ weight, of low (tokens, r) and rows (tokens, n).
-
-    The adapter's part is never added to a rounded product of the base: a part that is smaller than a rounding would be
-    lost in it, for every token alike.
-    """
-    (tokens, narrow), wide = rows.shape, weight.shape[1]
-    if _COPIES_SAVE * narrow * (tokens + wide) > tokens * wide or (narrow + low.shape[1]) % _ALIGNED:
-        return torch.mm(low, adapter).addmm_(rows, weight)
-    # One product of both side by side: copies of narrow matrices instead of a wide one that is written and read.
-    by_column = weight.stride(0) == 1
-    pair = (weight.t(), adapter.t()) if by_column else (weight, adapter)
-    both = torch.cat(pair, int(by_column))
-    return torch.mm(torch.cat([rows, low], 1), both.t() if by_column else both)
+def _is_narrow(rows: Tensor, wide: int, rank: int) -> bool:
+    """Whether rows (tokens, n), of a product with `wide` columns, are better copied, beside what the adapter makes of
+    them, than that product written and read once more."""
+    tokens, narrow = rows.shape
+    return _COPIES_SAVE * narrow * (tokens + wide) <= tokens * wide and not (narrow + rank) % _ALIGNED

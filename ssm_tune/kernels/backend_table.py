@@ -115,6 +115,10 @@ BACKENDS = (
     Backend("gated_rms_norm", "reference", "reference", cost=_SEVERAL_KERNELS),
     Backend("low_rank_product", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
     Backend("low_rank_product", "parts", "products", cost="a product for each factor"),
+    Backend("narrow_linear", "triton", "narrow_triton", _CUDA, "triton", _TRITON),
+    Backend("narrow_linear", "parts", "products", cost=_SEVERAL_KERNELS),
+    Backend("narrow_gradient", "triton", "narrow_triton", _CUDA, "triton", _TRITON),
+    Backend("narrow_gradient", "parts", "products", cost=_SEVERAL_KERNELS),
     Backend("low_rank_gradients", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
     Backend("low_rank_gradients", "parts", "products", cost="a pass over the slope for each result"),
 )

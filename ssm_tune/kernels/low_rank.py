@@ -1,6 +1,8 @@
-"""The products of a linear layer with a low-rank matrix: one signature, backends behind it."""
+"""The products of a linear layer with a low-rank matrix: one signature each, backends behind it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +28,68 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Ten
     """
     rank, channels = A.shape
     backends.check_shapes("low_rank_product", x=(x, (len(x), channels)), B=(B, (len(B), rank)))
-    if rank > _HIGHEST_RANK or x.dtype not in _DTYPES:
-        return products.low_rank_product(x, A, B, scale)
-    return backends.call("low_rank_product", x, A, B, scale)
+    return _call("low_rank_product", rank, x, A, B, scale)
+
+
+def narrow_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """h = scale * x A' and y = x weight' + h B', for layers that widen: in is small, out is not.
+
+    Args:
+        x: (tokens, in). weight: (out, in). A: (rank, in). B: (out, rank). All in one dtype.
+
+    Returns:
+        (tokens, rank) and (tokens, out) in that dtype; y is rounded once. Not differentiable.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    (out, channels), rank = weight.shape, len(A)
+    shapes = {"x": (x, (len(x), channels)), "A": (A, (rank, channels)), "B": (B, (out, rank))}
+    backends.check_shapes("narrow_linear", **shapes)
+    return _call("narrow_linear", rank, x, weight, A, B, scale)
+
+
+def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor:
+    """dy weight + dh A, the gradient by the input, for layers that narrow: out is small, in is not.
+
+    Args:
+        dy: (tokens, out). weight: (out, in). dh: (tokens, rank). A: (rank, in). All in one dtype.
+
+    Returns:
+        (tokens, in) in that dtype, rounded once. Not differentiable.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    (out, channels), rank = weight.shape, len(A)
+    shapes = {"dy": (dy, (len(dy), out)), "dh": (dh, (len(dy), rank)), "A": (A, (rank, channels))}
+    backends.check_shapes("narrow_gradient", **shapes)
+    return _call("narrow_gradient", rank, dy, weight, dh, A)
 
 
 def low_rank_gradients(
-    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """scale * dy @ B and dy' @ h: of y = h B', the gradients by what h is `scale` times of, and by B.
+    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32, A: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dh = scale * dy B, dB = dy' h and dh A: of y = h B' with h = scale * x A', the gradients by x A', B and x.
 
     Args:
         dy: (tokens, out), the slope of y. B: (out, rank). h: (tokens, rank). All in one dtype.
-        dtype: of the second result.
+        dtype: of dB.
+        A: (rank, in), in the dtype of the others. None: the third is not wanted.
 
     Returns:
-        (tokens, rank) in the dtype of dy, scaled before it is rounded, and (out, rank) in `dtype`; sums are in float32.
-        Not differentiable.
+        (tokens, rank) in the dtype of dy, scaled before it is rounded; (out, rank) in `dtype`; (tokens, in) in the
+        dtype of dy, contiguous, or None. Sums are in float32. Not differentiable.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
     (tokens, out), rank = dy.shape, B.shape[-1]
     backends.check_shapes("low_rank_gradients", B=(B, (out, rank)), h=(h, (tokens, rank)))
-    if rank > _HIGHEST_RANK or dy.dtype not in _DTYPES:
-        return products.low_rank_gradients(dy, B, h, scale, dtype)
-    return backends.call("low_rank_gradients", dy, B, h, scale, dtype)
+    return _call("low_rank_gradients", rank, dy, B, h, scale, dtype, A)
+
+
+def _call(operation: str, rank: int, *args: Any) -> Any:
+    if rank > _HIGHEST_RANK or args[0].dtype not in _DTYPES:
+        return vars(products)[operation](*args)
+    return backends.call(operation, *args)

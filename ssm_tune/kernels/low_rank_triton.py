@@ -18,23 +18,29 @@ import triton.language as tl
 from torch import Tensor
 
 from ssm_tune.kernels.backends import Unsupported
-from ssm_tune.kernels.devices import device_of, multiprocessors
+from ssm_tune.kernels.devices import device_of, multiprocessors, shared_memory
 
-_SUMMED = {"BLOCK": 256, "PARTS": 16}  # numbers and shares that a program of the second kernel reads at a time
+# Of the second kernel: numbers and shares that a program reads at a time, columns of dx that it writes at a time.
+_NUMBERS, _SUMMED = 512, {"PARTS": 8, "CHANNELS": 256}
 
 
 class Tile(NamedTuple):
     """What a program of the first kernel reads at a time: so many tokens and columns of dy."""
 
-    tokens: int
-    columns: int
-    warps: int = 4
+    tokens: int = 128
+    columns: int = 256
+    warps: int = 8
     stages: int = 3
-    programs: int = 2  # at a time on a multiprocessor
+    programs: int = 1  # on a multiprocessor
 
     @classmethod
-    def of_rank(cls, rank: int) -> Tile:
-        return cls(64, 256) if rank <= 16 else cls(64, 128)
+    def fitting(cls, rank: int, device: torch.device) -> Tile:
+        """The largest whose shares stay in registers, and itself, as often as it has stages, in shared memory."""
+        if rank > 16:
+            return cls(64, 128, 4, programs=2)
+        tile = cls()
+        fits = 2 * tile.tokens * tile.columns * tile.stages <= shared_memory(device)
+        return tile if fits else cls(64, 256, 4, programs=2)
 
 
 class Walk(NamedTuple):
@@ -85,7 +91,7 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float, walk: Walk |
         Unsupported: other dtypes than bfloat16 and float16, or no tokens.
     """
     (tokens, channels), (out, rank) = x.shape, B.shape
-    _check(x, A, B)
+    check_dtypes(x, A, B)
     x = x if x.stride(1) == 1 else x.contiguous()
     A, B = A.contiguous(), B.contiguous()
     walk = walk or Walk()
@@ -93,7 +99,7 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float, walk: Walk |
     with device_of(x):
         product_kernel[(triton.cdiv(tokens, walk.tokens), walk.splits)](
             x, A, B, h, y, tokens, channels, out, rank, x.stride(0), scale, TOKENS=walk.tokens,
-            CHANNELS=walk.channels, COLUMNS=walk.columns, RANK=_padded(rank), num_warps=walk.warps,
+            CHANNELS=walk.channels, COLUMNS=walk.columns, RANK=padded_rank(rank), num_warps=walk.warps,
             num_stages=walk.stages,
         )  # fmt: skip
     return h, y
@@ -130,7 +136,7 @@ def shares_kernel(
 
 @triton.jit
 def _add_shares(
-    shares, total, program, count, parts, scale, rank, RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+    shares, total, program, count, parts, rank, RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
 ):
     places = program * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
@@ -141,36 +147,70 @@ def _add_shares(
         value += tl.sum(tl.load(shares + where, mask=(part < parts)[:, None] & inside[None, :], other=0.0), axis=0)
     column = places % RANK
     target = total + places // RANK * rank + column
-    tl.store(target, (value * scale).to(total.dtype.element_ty), mask=inside & (column < rank))
+    tl.store(target, value.to(total.dtype.element_ty), mask=inside & (column < rank))
+
+
+@triton.jit
+def _add_slopes(
+    shares, A, dh, dx, program, tokens, channels, blocks, scale, rank,
+    FIND: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    rows, ranks = program * TOKENS + tl.arange(0, TOKENS), tl.arange(0, RANK)
+    here = (rows < tokens)[:, None]
+    places = rows[:, None] * RANK + ranks[None, :]
+    value = tl.zeros([TOKENS, RANK], tl.float32)
+    for first in range(0, blocks, PARTS):
+        block = (first + tl.arange(0, PARTS))[:, None, None]
+        where = block.to(tl.int64) * tokens * RANK + places[None, :, :]
+        value += tl.sum(tl.load(shares + where, mask=(block < blocks) & here[None, :, :], other=0.0), axis=0)
+    slope = (value * scale).to(dh.dtype.element_ty)
+    tl.store(dh + rows[:, None] * rank + ranks[None, :], slope, mask=here & (ranks < rank)[None, :])
+    if FIND:
+        for first in range(0, channels, CHANNELS):
+            columns = first + tl.arange(0, CHANNELS)
+            inside = (columns < channels)[None, :]
+            within = (ranks < rank)[:, None] & inside
+            factor = tl.load(A + ranks[:, None] * channels + columns[None, :], mask=within, other=0.0)
+            product = tl.dot(slope, factor).to(dx.dtype.element_ty)
+            tl.store(dx + rows.to(tl.int64)[:, None] * channels + columns[None, :], product, mask=here & inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "parts", "blocks"])
 def sums_kernel(
-    dh_shares, dB_shares, dh, dB, scale, tokens, out, rank, blocks, parts,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    dh_shares, dB_shares, A, dh, dB, dx, scale, tokens, channels, out, rank, blocks, parts,
+    FIND: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    of_dh = tl.cdiv(tokens * RANK, BLOCK)
+    of_dh = tl.cdiv(tokens, TOKENS)
     if program < of_dh:
-        _add_shares(dh_shares, dh, program, tokens * RANK, blocks, scale, rank, RANK, BLOCK, PARTS)
+        _add_slopes(
+            dh_shares, A, dh, dx, program, tokens, channels, blocks, scale, rank, FIND, TOKENS, CHANNELS, RANK, PARTS
+        )
     else:
-        _add_shares(dB_shares, dB, program - of_dh, out * RANK, parts, 1.0, rank, RANK, BLOCK, PARTS)
+        _add_shares(dB_shares, dB, program - of_dh, out * RANK, parts, rank, RANK, BLOCK, PARTS)
 
 
 def low_rank_gradients(
-    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor,
+    B: Tensor,
+    h: Tensor,
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+    A: Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operation of `ssm_tune.kernels.low_rank_gradients`.
 
     Raises:
         Unsupported: other dtypes than bfloat16 and float16, or no tokens.
     """
     (tokens, out), rank = dy.shape, B.shape[1]
-    _check(dy, B, h)
+    check_dtypes(dy, B, h, B if A is None else A)
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     B, h = B.contiguous(), h.contiguous()
-    padded = _padded(rank)
-    tile = tile or Tile.of_rank(padded)
+    padded = padded_rank(rank)
+    tile = tile or Tile.fitting(padded, dy.device)
     blocks = triton.cdiv(out, tile.columns)
     wanted = max(1, tile.programs * multiprocessors(dy.device) // blocks)
     span = tile.tokens * triton.cdiv(triton.cdiv(tokens, wanted), tile.tokens)
@@ -178,19 +218,24 @@ def low_rank_gradients(
     dh, dB = dy.new_empty(tokens, rank), dy.new_empty(out, rank, dtype=dtype)
     dh_shares = dy.new_empty(blocks, tokens, padded, dtype=torch.float32)
     dB_shares = dy.new_empty(parts, out, padded, dtype=torch.float32)
-    adders = triton.cdiv(tokens * padded, _SUMMED["BLOCK"]) + triton.cdiv(out * padded, _SUMMED["BLOCK"])
+    dx = None if A is None else dy.new_empty(tokens, A.shape[1])
+    low = dB if A is None else A.contiguous()
+    rows = max(16, _NUMBERS // padded)
+    adders = triton.cdiv(tokens, rows) + triton.cdiv(out * padded, _NUMBERS)
     with device_of(dy):
         shares_kernel[(blocks, parts)](
             dy, B, h, dh_shares, dB_shares, tokens, out, rank, dy.stride(0), span,
             TOKENS=tile.tokens, COLUMNS=tile.columns, RANK=padded, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         sums_kernel[(adders,)](
-            dh_shares, dB_shares, dh, dB, scale, tokens, out, rank, blocks, parts, RANK=padded, **_SUMMED
-        )
-    return dh, dB
+            dh_shares, dB_shares, low, dh, dB, dh if dx is None else dx, scale, tokens, low.shape[1], out, rank,
+            blocks, parts, FIND=A is not None, TOKENS=rows, RANK=padded, BLOCK=_NUMBERS, **_SUMMED,
+        )  # fmt: skip
+    return dh, dB, dx
 
 
-def _check(*tensors: Tensor) -> None:
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raise Unsupported for tensors that the products here cannot take."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
         raise Unsupported(f"{', '.join(map(str, dtypes))}: one of bfloat16 and float16 only")
@@ -198,6 +243,6 @@ def _check(*tensors: Tensor) -> None:
         raise Unsupported("no tokens")
 
 
-def _padded(rank: int) -> int:
+def padded_rank(rank: int) -> int:
     """Ranks in a tile, which the tensor cores take by 16."""
     return max(16, triton.next_power_of_2(rank))

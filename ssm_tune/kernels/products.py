@@ -14,11 +14,23 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Ten
     return h, torch.mm(h, B.t())
 
 
+def narrow_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The operation of `ssm_tune.kernels.narrow_linear`: one product of both matrices side by side."""
+    h = scaled_product(x, A.t(), scale)
+    return h, torch.mm(torch.cat([x, h], 1), torch.cat([weight, B], 1).t())
+
+
+def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor:
+    """The operation of `ssm_tune.kernels.narrow_gradient`: one product of both matrices side by side."""
+    return torch.mm(torch.cat([dy, dh], 1), torch.cat([weight, A], 0))
+
+
 def low_rank_gradients(
-    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32, A: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operation of `ssm_tune.kernels.low_rank_gradients`."""
-    return scaled_product(dy, B, scale), product_in(dtype, dy.t(), h)
+    dh = scaled_product(dy, B, scale)
+    return dh, product_in(dtype, dy.t(), h), None if A is None else torch.mm(dh, A)
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:

@@ -307,12 +307,28 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Ten
 
 
 @torch.no_grad()
+def narrow_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """h = scale * x @ A', rounded to the dtype of x, and x @ weight' + h @ B'."""
+    wide, weight, A, B = (tensor.to(_accumulator(tensor.dtype)) for tensor in (x, weight, A, B))
+    h = (scale * wide @ A.t()).to(x.dtype)
+    return h, (wide @ weight.t() + h.to(B.dtype) @ B.t()).to(x.dtype)
+
+
+@torch.no_grad()
+def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor:
+    """dy @ weight + dh @ A."""
+    wide, weight, dh, A = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, weight, dh, A))
+    return (wide @ weight + dh @ A).to(dy.dtype)
+
+
+@torch.no_grad()
 def low_rank_gradients(
-    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """scale * dy @ B, rounded to the dtype of dy, and dy' @ h in `dtype`."""
+    dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32, A: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dh = scale * dy @ B, rounded to the dtype of dy, dy' @ h in `dtype`, and dh @ A."""
     wide, B, h = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, B, h))
-    return (scale * wide @ B).to(dy.dtype), (wide.t() @ h).to(dtype)
+    dh, dB = (scale * wide @ B).to(dy.dtype), (wide.t() @ h).to(dtype)
+    return dh, dB, None if A is None else (dh.to(wide.dtype) @ A.to(wide.dtype)).to(dy.dtype)
 
 
 def ssd_block(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from comparison import draw
 from torch import Tensor
 
+from ssm_tune import kernels
 from ssm_tune.kernels import low_rank_gradients, low_rank_product, reference, trials
 
 HERE = Path(__file__).parent
@@ -25,11 +29,15 @@ def tensors(tokens: int, out: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return draw(tokens, 2 * out)[:, :out], draw(out, rank), draw(tokens, rank)
 
 
-def check(found: tuple[Tensor, Tensor], dy: Tensor, B: Tensor, h: Tensor, rounding: float) -> None:
+def check(found: Any, dy: Tensor, B: Tensor, h: Tensor, A: Tensor | None, rounding: float) -> None:
     """Sums in float32, each rounded once."""
-    expected = 0.5 * dy.double() @ B.double(), dy.double().t() @ h.double()
-    assert found[0].dtype == dy.dtype and found[1].dtype == torch.float32
-    for value, truth, tolerance in zip(found, expected, (rounding, 1e-5), strict=True):
+    dh = found[0].double()
+    expected = 0.5 * dy.double() @ B.double(), dy.double().t() @ h.double(), None if A is None else dh @ A.double()
+    for value, truth, tolerance in zip(found, expected, (rounding, 1e-5, rounding), strict=True):
+        if truth is None:
+            assert value is None
+            continue
+        assert value.dtype == (torch.float32 if truth is expected[1] else dy.dtype)
         assert (value.double() - truth).norm() <= tolerance * truth.norm()
 
 
@@ -43,21 +51,35 @@ def check_product(found: tuple[Tensor, Tensor], x: Tensor, A: Tensor, B: Tensor,
 @pytest.mark.parametrize("sizes", SIZES)
 def test_on_a_cpu(sizes: tuple[int, int, int]) -> None:
     dy, B, h = (tensor.float() for tensor in tensors(*sizes))
-    check(low_rank_gradients(dy, B, h, 0.5), dy, B, h, 1e-6)
-    check(reference.low_rank_gradients(dy, B, h, 0.5), dy, B, h, 1e-6)
+    A = draw(B.shape[1], dy.shape[1]).float()
+    for module in (kernels, reference):
+        check(module.low_rank_gradients(dy, B, h, 0.5), dy, B, h, None, 1e-6)
+        check(module.low_rank_gradients(dy, B, h, 0.5, A=A), dy, B, h, A, 1e-6)
     with pytest.raises(ValueError, match=r"low_rank_gradients: h is"):
         low_rank_gradients(dy, B, h[1:], 0.5)
-    A = draw(B.shape[1], dy.shape[1]).float()
     check_product(low_rank_product(dy, A, B, 0.5), dy, A, B, 1e-6)
     check_product(reference.low_rank_product(dy, A, B, 0.5), dy, A, B, 1e-6)
     with pytest.raises(ValueError, match=r"low_rank_product: x is"):
         low_rank_product(dy[:, 1:], A, B, 0.5)
 
 
+def test_all_backends_are_called_alike() -> None:
+    """As the trials call them: by names, and without what has a default."""
+    pytest.importorskip("triton")
+    from ssm_tune.kernels import low_rank_triton, narrow_triton, products
+
+    for name in ("low_rank_product", "low_rank_gradients", "narrow_linear", "narrow_gradient"):
+        wanted = inspect.signature(vars(kernels)[name]).parameters
+        triton = low_rank_triton if name.startswith("low") else narrow_triton
+        for module in (triton, products, reference):
+            found = list(inspect.signature(vars(module)[name]).parameters.values())[: len(wanted)]
+            assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted.values()], module
+
+
 def test_the_trial_finds_what_is_wrong() -> None:
     device = torch.device("cpu")
     trials.run_trial("low_rank_gradients", reference.low_rank_gradients, device)
-    for wrong in (lambda dh, dB: (dh / 2, dB), lambda dh, dB: (dh, dB.roll(1, 0))):
+    for wrong in (lambda dh, dB, dx: (dh / 2, dB, dx), lambda dh, dB, dx: (dh, dB.roll(1, 0), dx)):
         with pytest.raises(trials.WrongResultError, match="output"):
             trials.run_trial(
                 "low_rank_gradients", lambda *a, w=wrong, **k: w(*reference.low_rank_gradients(*a, **k)), device
@@ -75,22 +97,55 @@ def compute_product(device: str, dtype: torch.dtype, rounding: float, sizes: lis
         check_product(by_triton(x, A, B, 0.5, walk), x, A, B, rounding)
 
 
+def check_narrow(linear: Any, gradient: Any, tensors: dict[str, Tensor], rounding: float) -> None:
+    x, A, B, weight = (tensors[name] for name in ("x", "A", "B", "weight"))
+    h, y = linear(x, weight, A, B, 0.5)
+    dx = gradient(x, weight.t().contiguous(), h, B.t().contiguous())
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    low, of_weight = 0.5 * wide["x"] @ wide["A"].t(), wide["x"] @ wide["weight"].t()
+    for found, truth in ((h, low), (y, of_weight + h.double() @ wide["B"].t()), (dx, y.double())):
+        assert found.dtype == x.dtype and (found.double() - truth).norm() <= rounding * truth.norm()
+
+
+def narrow_tensors(tokens: int, out: int, rank: int) -> dict[str, Tensor]:
+    sizes = {"x": (tokens, 80), "A": (rank, 40), "B": (out, rank), "weight": (out, 40)}
+    tensors = {name: draw(*size) for name, size in sizes.items()}
+    return tensors | {"x": tensors["x"][:, :40]}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_narrow_layers_on_a_cpu(sizes: tuple[int, int, int]) -> None:
+    tensors = {name: tensor.float() for name, tensor in narrow_tensors(*sizes).items()}
+    for module in (kernels, reference):
+        check_narrow(module.narrow_linear, module.narrow_gradient, tensors, 1e-6)
+
+
+def compute_narrow(device: str, dtype: torch.dtype, rounding: float, sizes: list[tuple[int, int, int]]) -> None:
+    from ssm_tune.kernels.narrow_triton import Tile, narrow_gradient, narrow_linear
+
+    for size, tile in itertools.product(sizes, (None, Tile(32, 16, 16))):
+        tensors = {name: tensor.to(device, dtype) for name, tensor in narrow_tensors(*size).items()}
+        of_tile = [partial(function, tile=tile) for function in (narrow_linear, narrow_gradient)]
+        check_narrow(*of_tile, tensors, rounding)
+
+
 def compute(device: str, dtype: torch.dtype, rounding: float, sizes: list[tuple[int, int, int]]) -> None:
     from ssm_tune.kernels import low_rank_triton
 
-    for size in sizes:
+    for size, tile in itertools.product(sizes, (None, low_rank_triton.Tile(32, 32, programs=16))):
         dy, B, h = (tensor.to(device, dtype) for tensor in tensors(*size))
-        for tile in (None, low_rank_triton.Tile(32, 32, programs=16)):
-            found, again = (low_rank_triton.low_rank_gradients(dy, B, h, 0.5, torch.float32, tile) for _ in range(2))
-            check(found, dy, B, h, rounding)
-            assert all(map(torch.equal, found, again))
+        A = None if tile is None else draw(size[2], 300).to(device, dtype)
+        found, again = (low_rank_triton.low_rank_gradients(dy, B, h, 0.5, torch.float32, A, tile) for _ in range(2))
+        check(found, dy, B, h, A, rounding)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 def test_the_triton_kernels_interpreted() -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported. In float16: it has no bfloat16."""
     pytest.importorskip("triton")
     code = "import torch, test_low_rank as t; torch.manual_seed(0)\n"
-    code += "for compute in (t.compute, t.compute_product): compute('cpu', torch.float16, 5e-4, t.SIZES)"
+    code += "t.compute('cpu', torch.float16, 5e-4, t.SIZES)\n"
+    code += "for compute in (t.compute_product, t.compute_narrow): compute('cpu', torch.float16, 5e-4, t.SIZES[1:2])"
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -101,5 +156,5 @@ def test_the_triton_kernels_interpreted() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_triton_kernels_on_a_gpu(dtype: torch.dtype) -> None:
     large = [(8192, 8512, 16), (4096, 160, 16), (2048, 4096, 8), (1000, 1024, 64)]
-    for computed in (compute, compute_product):
+    for computed in (compute, compute_product, compute_narrow):
         computed("cuda", dtype, 4e-3 if dtype == torch.bfloat16 else 5e-4, [*SIZES, *large])

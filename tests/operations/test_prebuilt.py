@@ -90,6 +90,8 @@ def test_prebuilt_kernels_serve_where_nothing_is_installed(
         "residual_rms_norm",
         "low_rank_gradients",
         "low_rank_product",
+        "narrow_gradient",
+        "narrow_linear",
         "rms_norm_parts",
     }  # which are ours alone
     assert found["selective_scan"].reason.startswith("mamba_ssm: mamba_ssm is not installed")
