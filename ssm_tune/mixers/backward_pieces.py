@@ -10,7 +10,6 @@ DistributedDataParallel's hooks do and the stream on which it was made, has a pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.func import functional_call
 from ssm_tune.kernels.documents import without_waiting
 from ssm_tune.kernels.reference import PADDING
 from ssm_tune.kernels.side_stream import beside
-from ssm_tune.mixers.casts_ahead import Use, casts_ahead
 from ssm_tune.mixers.residual_stream import Border, pass_through
 
 
@@ -50,8 +48,6 @@ class Pieces:
         ]
         self._aliases: list[list[nn.Parameter]] = []
         self._edges: list[tuple[GradientEdge, ...]] = []
-        # What is cast in each piece, forward and backward.
-        self._casts: list[tuple[list[Use], list[Use]]] = [([], []) for _ in self._starts]
 
     @property
     def count(self) -> int:
@@ -73,24 +69,17 @@ class Pieces:
         given = hidden_states.detach().requires_grad_(self._trained_input)
         edges: list[tuple[GradientEdge, ...]] = [(get_gradient_edge(given),) if self._trained_input else ()]
 
-        def begin(piece: int) -> None:
-            casting.enter_context(casts_ahead(self._casts[piece][0], self._aliases[piece], given.device))
-
         def before(number: int, stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
             if number not in self._starts[1:]:
                 return stream, added
-            casting.close()  # the weights of the next piece may not be there yet
             between()
-            begin(self._starts.index(number))
             stream, added, edge = _cut(stream, added)
             edges.append(edge)
             return stream, added
 
         names = [name for piece in self._parameters for name in piece]
         aliases = dict(zip(names, (alias for piece in self._aliases for alias in piece), strict=True))
-        with ExitStack() as casting:
-            begin(0)
-            output = functional_call(self._blocks, aliases, (given, seq_idx, before))
+        output = functional_call(self._blocks, aliases, (given, seq_idx, before))
         self._edges = [*edges, (get_gradient_edge(output),) if output.requires_grad else ()]
         return output.detach()
 
@@ -107,8 +96,7 @@ class Pieces:
         aliases, before = self._aliases[piece], self._edges[piece]
         after = [pair for pair in zip(self._edges[piece + 1], gradients, strict=True) if pair[1] is not None]
         outputs, slopes = [edge for edge, _ in after], [gradient for _, gradient in after]
-        device = slopes[0].device
-        with casts_ahead(self._casts[piece][1], aliases, device), beside(aliases, device) as left:
+        with beside(aliases, slopes[0].device) as left:
             found = torch.autograd.grad(outputs, [*aliases, *before], slopes, allow_unused=True)
         by_parameters = [
             _sum(gradient, left.get(alias)) for alias, gradient in zip(aliases, found[: len(aliases)], strict=True)

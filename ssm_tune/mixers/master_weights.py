@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from ssm_tune.kernels.products import product_in
 from ssm_tune.kernels.recompute import saving_less
 from ssm_tune.kernels.side_stream import Job, aside
-from ssm_tune.mixers.casts_ahead import cast
 from ssm_tune.mixers.watched import is_watched
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -62,7 +61,7 @@ class _MasterLinear(torch.autograd.Function):
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         # Cast here, not by autocast, which would keep the copies until it ends.
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, cast(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -73,7 +72,7 @@ class _MasterLinear(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
             if weight is not None:
-                dx = torch.mm(flat, cast(weight, dy.dtype)).view(*dy.shape[:-1], -1)
+                dx = torch.mm(flat, weight.to(dy.dtype)).view(*dy.shape[:-1], -1)
             if x is not None:
                 jobs["weight"] = (to_weight, partial(product_in, torch.float32, flat.t(), x.flatten(0, -2)))
             if ctx.needs_input_grad[2]:

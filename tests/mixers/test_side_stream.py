@@ -232,6 +232,7 @@ def train(model: nn.Module, on: bool, length: int, patch: pytest.MonkeyPatch) ->
     patch.setattr(side_stream, "ON", on)
     ids = torch.randint(3, 60, (2, 2, length), generator=torch.Generator().manual_seed(0)).cuda()
     found = []
+    gc.collect()  # of the models before
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with layer_graphs.layer_graphs(), torch.autocast("cuda", torch.bfloat16):
