@@ -1,8 +1,9 @@
 """Mamba-2's gated norm in Triton: one kernel forward, one backward, each of which goes once over its bytes.
 
-A program goes through rows of one group of channels and reads the next row while it computes, so that reading never
-waits for a sum; it keeps the weight in registers, and the weight's gradient, which is a sum over its own rows: the
-result is the same in every run on one kind of GPU. Rows may lie apart, as those of a part of a wider projection do.
+A program goes through rows of one group of channels; it keeps the weight in registers, and the weight's gradient, which
+is a sum over its own rows: the result is the same in every run on one kind of GPU. Forward reads the next row while it
+computes; backward has no registers for that: other programs of its multiprocessor compute meanwhile, and up to `narrow`
+channels the next two rows wait in shared memory. Rows may lie apart, as those of a part of a wider projection do.
 Strides are counted in `UNIT` numbers, which Triton knows: a stride that is a multiple of 8 but not of 16, as that of
 mamba2-130m's projection, would otherwise be read number by number.
 """
@@ -38,6 +39,7 @@ class _Shape(NamedTuple):
 
 
 _FORWARD, _BACKWARD = _Shape(4096, (64, 128)), _Shape(2048, (80, 128))
+_STAGES = 3  # of the backward kernel's loop for narrow groups: rows that are read or computed at a time
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -82,7 +84,7 @@ def gated_norm_backward_kernel(
     dout, y, z, weight, scales, dy, dz, dweight, out, rows,
     dout_stride, y_stride, z_stride, dy_stride, dz_stride,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, NORM_FIRST: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    NEED_OUT: tl.constexpr,
+    NEED_OUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     groups = tl.num_programs(1)
@@ -91,18 +93,11 @@ def gated_norm_backward_kernel(
     places += group * GROUP
     factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
     share = tl.zeros([BLOCK], tl.float32)
-    next_dout = tl.load(dout + first * dout_stride * UNIT + places, mask=inside, other=0.0)
-    next_y = tl.load(y + first * y_stride * UNIT + places, mask=inside, other=0.0)
-    next_z = tl.load(z + first * z_stride * UNIT + places, mask=inside, other=0.0)
-    next_scale = tl.load(scales + first * groups + group)
-    for row in range(first, rows, tl.num_programs(0)):
-        slope, value, before = next_dout.to(tl.float32), next_y.to(tl.float32), next_z.to(tl.float32)
-        scale = next_scale
-        after = _row_after(row, rows)
-        next_dout = tl.load(dout + after * dout_stride * UNIT + places, mask=inside, other=0.0)
-        next_y = tl.load(y + after * y_stride * UNIT + places, mask=inside, other=0.0)
-        next_z = tl.load(z + after * z_stride * UNIT + places, mask=inside, other=0.0)
-        next_scale = tl.load(scales + after * groups + group)
+    for row in tl.range(first, rows, tl.num_programs(0), num_stages=STAGES):
+        slope = tl.load(dout + row * dout_stride * UNIT + places, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + row * y_stride * UNIT + places, mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(z + row * z_stride * UNIT + places, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row * groups + group)
         opening = tl.sigmoid(before)
         gate = before * opening
         change = opening + gate * (1 - opening)  # of the gate, with z
@@ -206,7 +201,7 @@ def normalise_backward(
         gated_norm_backward_kernel[programs, groups](
             rows_dout, rows_y, rows_z, weight.contiguous(), scales, dy, rows_dz, shares, dy if out is None else out,
             rows, *strides, GROUP=group_size, UNIT=unit, NORM_FIRST=norm_before_gate, NEED_WEIGHT=need_weight,
-            NEED_OUT=out is not None, **sizes,
+            NEED_OUT=out is not None, STAGES=_STAGES if sizes["BLOCK"] <= _BACKWARD.narrow else 1, **sizes,
         )  # fmt: skip
     return dy, add_up(shares, weight.dtype) if need_weight else None
 
