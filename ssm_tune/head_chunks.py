@@ -1,9 +1,9 @@
-"""How much of the vocabulary TRL's language-model head computes at a time, chosen by what that takes.
+"""How much of the vocabulary TRL's language-model head computes at a time: in as many chunks as TRL has, all alike.
 
-TRL takes 32,768 tokens of it: with 4,096 positions 256 MiB in bfloat16, in every forward and backward pass, and as
-many columns of a float32 weight cast. Beside the activations of a model that are recorded in a CUDA graph, which are
-there all the time, that is the most. Narrower chunks are as exact and, down to some thousand, about as quick: products
-are still large, and what is summed in float32 over chunks is read and written a few times more.
+TRL takes 32,768 tokens of it, and what is left in the last chunk: with 4,096 positions 256 MiB in bfloat16, in every
+forward and backward pass, and as many columns of a float32 weight cast. Of 50,280 tokens two chunks alike take 197.
+Narrower ones would take less, but their products are smaller and do not fill a GPU as well: seven chunks of 7,296 cost
+mamba-130m 2.3 ms of 66, and mamba-1.4b with adapters 1.3 of 180, for 200 MiB.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from contextlib import contextmanager
 
 from trl.trainer import utils
 
-# Tokens of the vocabulary at a time, at most; TRL's own where this is more. A multiple of `_STEP`.
-WIDEST = 32768
-_STEP = 128
+_STEP = 128  # a width is a multiple of this
 _NAME = "_CHUNKED_LOGPROB_CHUNK_SIZE"  # of TRL's, which its head reads in each forward pass
 
 
@@ -26,16 +24,16 @@ def chunk_width(vocabulary: int, widest: int) -> int:
 
 
 @contextmanager
-def narrow_chunks(vocabulary: int) -> Iterator[None]:
-    """Within, forward passes of TRL's head take chunks of `WIDEST` at most, and so do their backward passes, whenever.
+def even_chunks(vocabulary: int) -> Iterator[None]:
+    """Within, forward passes of TRL's head take chunks that are alike, and so do their backward passes, whenever.
 
     Of no effect with a version of TRL that has no such number.
     """
     before = getattr(utils, _NAME, None)
-    if before is None or before <= WIDEST:
+    if before is None:
         yield
         return
-    setattr(utils, _NAME, chunk_width(vocabulary, WIDEST))
+    setattr(utils, _NAME, chunk_width(vocabulary, before))
     try:
         yield
     finally:

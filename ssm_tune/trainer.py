@@ -30,7 +30,7 @@ from ssm_tune import adapter
 from ssm_tune.data.stream import TokenStream, write_state
 from ssm_tune.distributed_trainer import DistributedTrainer
 from ssm_tune.finite import FiniteWatch, Watched
-from ssm_tune.head_chunks import narrow_chunks
+from ssm_tune.head_chunks import even_chunks
 from ssm_tune.model import load_model
 from ssm_tune.optimizer import clip_in_step, clips_in_step, decayed_parameter_names
 from ssm_tune.peers import current
@@ -175,7 +175,7 @@ class SSMTrainer(DistributedTrainer):
         inputs["use_cache"] = False
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        with narrow_chunks(self.model.config.vocab_size):
+        with even_chunks(self.model.config.vocab_size):
             outputs = model(**inputs, fused_lm_head=True)
         per_token_loss = -outputs.log_probs  # zero where there is no label
         self.sums["train" if training else "eval"].add(outputs, per_token_loss)

@@ -176,7 +176,16 @@ class OneMemory:
 
             begin()
             result = compute(begin)
+        _let_workspaces_go()
         return result, [graph.replay for graph in graphs]
+
+
+def _let_workspaces_go() -> None:
+    """Of cuBLAS, which keeps one for every thread and stream: those of a recording are in its memory, where the next
+    recording may use it, and nobody beside."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 class _Piece(torch.autograd.Function):
