@@ -22,11 +22,12 @@ from ssm_tune.kernels.part_sums import add_up, added_together
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in conv_common.cuh.
-THREADS, CHANNELS, RUN, WARPS = 128, 128, 32, 4
+THREADS, CHANNELS, WARPS = 128, 128, 4
 WIDTHS = (2, 3, 4)
+RUN = 32  # tokens of a warp
 
-_Forward = structure("ForwardArguments", "x y", "weight bias marks", "", "length dim")
-_Backward = structure("BackwardArguments", "x dy more dx", "weight bias marks dweight dbias", "", "length dim")
+_Forward = structure("ForwardArguments", "x y", "weight bias marks", "", "length dim run")
+_Backward = structure("BackwardArguments", "x dy more dx", "weight bias marks dweight dbias", "", "length dim run")
 
 
 def causal_conv1d(
@@ -150,7 +151,7 @@ def convolve_backward(
 
 def _common(x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None) -> dict[str, Any]:
     pointers = {"weight": weight, "bias": bias, "marks": marks}
-    sizes = {"length": x.shape[1], "dim": x.shape[2]}
+    sizes = {"length": x.shape[1], "dim": x.shape[2], "run": RUN}
     return {name: pointer(tensor) for name, tensor in pointers.items()} | sizes
 
 

@@ -11,7 +11,7 @@ struct BackwardArguments {
   const void *weight, *bias;  // bias may be null
   const unsigned* marks;      // may be null
   float *dweight, *dbias;     // (rows, blocks of tokens, dim, WIDTH) and (rows, blocks of tokens, dim)
-  int length, dim;
+  int length, dim, run;       // run: tokens of a warp, a multiple of GROUP
 };
 
 // The tokens before: their inputs, what their gradients are so far, and their places; -1: somebody else's.
@@ -21,6 +21,14 @@ struct Window {
 
   __device__ __forceinline__ void put(int k, const Line& to, bool here) {
     if (place[k] >= 0 && here) *to.at(place[k]) = pack(dx[k]);
+  }
+
+  // The tokens before `token`, as far as they are this warp's, are the last that it has seen.
+  __device__ __forceinline__ bool ends_at(int token) const {
+    bool so = true;
+#pragma unroll
+    for (int k = 0; k < OLD; ++k) so = so && (place[k] < 0 || place[k] == token - OLD + k);
+    return so;
   }
 
   // Nobody sees these tokens any more.
@@ -55,14 +63,40 @@ struct Slopes {
   }
 };
 
+// What has been read ahead of GROUP tokens.
+struct Ahead {
+  Vector x[GROUP], dy[GROUP];
+#if TWO
+  Vector more[GROUP];
+#endif
+
+  // What the pointers are at.
+  __device__ __forceinline__ void fill(int i, const Vector* line, const Vector* one, const Vector* two) {
+    x[i] = *line, dy[i] = *one;
+#if TWO
+    more[i] = *two;
+#endif
+  }
+
+  __device__ __forceinline__ void take(int i, float (&now)[4], float (&slope)[4]) const {
+    unpack(x[i], now), unpack(dy[i], slope);
+#if TWO
+    float second[4];
+    unpack(more[i], second);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) slope[c] += second[c];
+#endif
+  }
+};
+
 struct Sums {
   float weight[WIDTH][4], bias[4];
 };
 
-// A real token: to the gradients of those it sees, and, if it is this warp's own, to the sums.
-__device__ __forceinline__ void one_token(Window& window, Sums& sums, const Factors& factors, const float (&x)[4],
-                                          const float (&dy)[4], int token, bool own, const Line& to, bool here) {
-  float sum[4], slope[4], dx[4];
+// A real token: to the gradients of those it sees, and, if it is this warp's own, to the sums. dx: its own so far.
+__device__ __forceinline__ void add_token(Window& window, Sums& sums, const Factors& factors, const float (&x)[4],
+                                          const float (&dy)[4], float (&dx)[4], bool own) {
+  float sum[4], slope[4];
   copy(slope, dy);
 #if SILU
   factors.convolve(sum, window.x, x);
@@ -84,37 +118,64 @@ __device__ __forceinline__ void one_token(Window& window, Sums& sums, const Fact
       for (int k = 0; k < OLD; ++k) sums.weight[k][c] += slope[c] * window.x[k][c];
     }
   }
+}
+
+__device__ __forceinline__ void one_token(Window& window, Sums& sums, const Factors& factors, const float (&x)[4],
+                                          const float (&dy)[4], int token, bool own, const Line& to, bool here) {
+  float dx[4];
+  add_token(window, sums, factors, x, dy, dx, own);
   window.shift(x, dx, own ? token : -1, to, here);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const BackwardArguments given) {
+// Of a multiprocessor, at least: as many as need no memory for registers.
+constexpr int BLOCKS = ELEMENT == 2 || (TWO && NEED_WEIGHT) ? 3 : 4;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_backward(const BackwardArguments given) {
   const int warp = threadIdx.x / 32, row = blockIdx.z, length = given.length;
-  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * RUN;
-  const int end = length - begin > RUN ? begin + RUN : length;
+  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * given.run;
+  const int end = length - begin > given.run ? begin + given.run : length;
   const bool here = channel < given.dim;
   const Factors factors(given.weight, given.bias, channel, here);
   const Marks marks(given.marks, row, length);
-  const Line x(given.x, row, channel), to(given.dx, row, channel);
-  const Slopes dy = {Line(given.dy, row, channel), Line(given.more, row, channel)};
+  const int readable = here ? channel : 0;
+  const Line x(given.x, row, readable), to(given.dx, row, channel);
+  const Slopes dy = {Line(given.dy, row, readable), Line(given.more, row, readable)};
   Sums sums = {};
   if (begin < length) {
     Window window;
 #pragma unroll
     for (int k = 0; k < OLD; ++k) window.place[k] = -1;
+    Ahead ahead;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const int t = begin + i < length ? begin + i : begin;
+      ahead.fill(i, x.at(t), dy.one.at(t), dy.two.at(t));
+    }
     forget(window.dx);
     look_back(window.x, x, marks, begin, here);
-    float now[GROUP][4], slopes[GROUP][4];
+    float now[4], slope[4];
 #pragma unroll 1
     for (int t = begin; t < end; t += GROUP) {
-      if (t + GROUP <= end && !marks.any(t)) {
-#pragma unroll
-        for (int i = 0; i < GROUP; ++i) read(now[i], x, t + i, here), dy.read(slopes[i], t + i, here);
+      const int next = t + 2 * GROUP <= length ? t + GROUP : begin;  // what is read ahead is used whole only
+      const Vector *from = x.at(next), *one = dy.one.at(next), *two = dy.two.at(next);
+      if (t + GROUP <= end && !marks.any(t) && window.ends_at(t)) {
+        Vector* into = to.at(t - OLD);
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
-          one_token(window, sums, factors, now[i], slopes[i], t + i, true, to, here);
+          float dx[4];
+          ahead.take(i, now, slope);
+          ahead.fill(i, from, one, two);
+          from = after(from, x.token), one = after(one, dy.one.token), two = after(two, dy.two.token);
+          add_token(window, sums, factors, now, slope, dx, true);
+          if (here && (i >= OLD || window.place[i < OLD ? i : 0] >= 0)) *into = pack(window.dx[0]);
+          into = after(into, to.token);
+          remember(window.x, now), remember(window.dx, dx);
         }
+#pragma unroll
+        for (int k = 0; k < OLD; ++k) window.place[k] = t + GROUP - OLD + k;
         continue;
       }
+#pragma unroll 1
       for (int i = t; i < t + GROUP && i < end; ++i) {
         const unsigned mark = marks.of(i);
         if (is_padding(mark)) {
@@ -122,17 +183,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_backward(const Backwa
           continue;
         }
         if (is_start(mark)) window.close(to, here);
-        read(now[0], x, i, here), dy.read(slopes[0], i, here);
-        one_token(window, sums, factors, now[0], slopes[0], i, true, to, here);
+        read(now, x, i, here), dy.read(slope, i, here);
+        one_token(window, sums, factors, now, slope, i, true, to, here);
+      }
+      if (t + 2 * GROUP > length) continue;
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i) {
+        ahead.fill(i, from, one, two);
+        from = after(from, x.token), one = after(one, dy.one.token), two = after(two, dy.two.token);
       }
     }
-    for (int t = end, more = OLD; t < length && more > 0; ++t) {
-      const unsigned mark = marks.of(t);
-      if (is_padding(mark)) continue;
-      if (is_start(mark)) break;
-      --more;
-      read(now[0], x, t, here), dy.read(slopes[0], t, here);
-      one_token(window, sums, factors, now[0], slopes[0], t, false, to, here);
+    if (end + GROUP <= length && !marks.any(end)) {
+#pragma unroll
+      for (int i = 0; i < OLD; ++i) {
+        ahead.take(i, now, slope);
+        one_token(window, sums, factors, now, slope, end + i, false, to, here);
+      }
+    } else {
+#pragma unroll 1
+      for (int t = end, more = OLD; t < length && more > 0; ++t) {
+        const unsigned mark = marks.of(t);
+        if (is_padding(mark)) continue;
+        if (is_start(mark)) break;
+        --more;
+        read(now, x, t, here), dy.read(slope, t, here);
+        one_token(window, sums, factors, now, slope, t, false, to, here);
+      }
     }
     window.close(to, here);
   }

@@ -1,12 +1,14 @@
 // What both directions of the short causal convolution have in common.
 //
-// A warp works on 128 channels of one row, four a lane, and goes through RUN tokens with the tokens before in registers:
-// what a token sees are the last real ones of its own document, however far apart they stand. All lanes are at the same
-// token, so that documents and padding are branches for all; four plain tokens in a row have a path without them.
+// A warp works on 128 channels of one row, four a lane, and goes through a run of tokens with the tokens before in
+// registers: what a token sees are the last real ones of its own document, however far apart they stand. All lanes are
+// at the same token, so that documents and padding are branches for all; GROUP plain tokens in a row have a path without
+// them. There a token's place in registers is filled with the one GROUP tokens later as soon as it is used, so that the
+// memory always has something to do. Lanes beyond the last channel read the first ones, and write nothing.
 //
 // Given by the compiler's options, beside those of tokens.cuh: WIDTH (2, 3, 4), SILU, WEIGHT (as ELEMENT: of weights).
 
-constexpr int WARPS = 4, THREADS = 128, CHANNELS = 128, RUN = 32, GROUP = 4, TILE = 16, OLD = WIDTH - 1;
+constexpr int WARPS = 4, THREADS = 128, CHANNELS = 128, GROUP = 4, TILE = 16, OLD = WIDTH - 1;
 
 #if WEIGHT == 2
 typedef float Weight;
@@ -63,8 +65,8 @@ struct Marks {
       : tiles(marks ? marks + (long long)row * ((length + TILE - 1) / TILE) : nullptr) {}
 
   __device__ __forceinline__ unsigned of(int token) const { return tiles ? tiles[token / TILE] >> token % TILE : 0u; }
-  // Four bits: some of four tokens from an even four are marked.
-  __device__ __forceinline__ bool any(int token) const { return of(token) & 0xf000fu; }
+  // Some of GROUP tokens from a multiple of GROUP are marked.
+  __device__ __forceinline__ bool any(int token) const { return of(token) & ((1u << GROUP) - 1u) * 0x10001u; }
 };
 
 __device__ __forceinline__ bool is_start(unsigned marks) { return marks & 1u; }
@@ -82,6 +84,15 @@ struct Line {
   }
 };
 
+// What lies so many bytes further.
+__device__ __forceinline__ const Vector* after(const Vector* place, int bytes) {
+  return reinterpret_cast<const Vector*>(reinterpret_cast<const unsigned char*>(place) + bytes);
+}
+
+__device__ __forceinline__ Vector* after(Vector* place, int bytes) {
+  return reinterpret_cast<Vector*>(reinterpret_cast<unsigned char*>(place) + bytes);
+}
+
 __device__ __forceinline__ void read(float (&v)[4], const Line& line, int token, bool here) {
   Vector vector = nothing();
   if (here) vector = *line.at(token);
@@ -94,7 +105,13 @@ __device__ __forceinline__ void copy(float (&to)[4], const float (&from)[4]) {
 }
 
 // The inputs that token `begin` sees beside itself, unless it starts a document; zeros where there are none.
+// `begin`: a multiple of GROUP. Where nothing is marked they are read at once.
 __device__ __forceinline__ void look_back(float (&old)[OLD][4], const Line& x, const Marks& marks, int begin, bool here) {
+  if (begin >= GROUP && !marks.any(begin - GROUP)) {
+#pragma unroll
+    for (int k = 0; k < OLD; ++k) read(old[k], x, begin - OLD + k, here);
+    return;
+  }
   int t = begin;
   bool more = true;
 #pragma unroll

@@ -4,42 +4,51 @@ struct ForwardArguments {
   Tokens x, y;
   const void *weight, *bias;  // bias may be null
   const unsigned* marks;      // may be null
-  int length, dim;
+  int length, dim, run;       // run: tokens of a warp, a multiple of GROUP
 };
 
-__device__ __forceinline__ void put(const Line& y, int token, float (&sum)[4], bool here) {
+__device__ __forceinline__ void activate(float (&sum)[4]) {
 #if SILU
 #pragma unroll
   for (int c = 0; c < 4; ++c) sum[c] *= sigmoid(sum[c]);
 #endif
-  if (here) *y.at(token) = pack(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) conv_forward(const ForwardArguments given) {
+constexpr int BLOCKS = ELEMENT == 2 ? 5 : 7;  // of a multiprocessor, at least: as many as need no memory for registers
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_forward(const ForwardArguments given) {
   const int warp = threadIdx.x / 32, row = blockIdx.z, length = given.length;
-  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * RUN;
-  const int end = length - begin > RUN ? begin + RUN : length;
+  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * given.run;
+  const int end = length - begin > given.run ? begin + given.run : length;
   const bool here = channel < given.dim;
   if (begin >= length) return;
   const Factors factors(given.weight, given.bias, channel, here);
   const Marks marks(given.marks, row, length);
-  const Line x(given.x, row, channel), y(given.y, row, channel);
+  const Line x(given.x, row, here ? channel : 0), y(given.y, row, channel);
+  Vector ahead[GROUP];
+#pragma unroll
+  for (int i = 0; i < GROUP; ++i) ahead[i] = *x.at(begin + i < length ? begin + i : begin);
   float old[OLD][4];
   look_back(old, x, marks, begin, here);
 #pragma unroll 1
   for (int t = begin; t < end; t += GROUP) {
-    float now[GROUP][4], sum[4];
+    float now[4], sum[4];
+    const Vector* from = x.at(t + 2 * GROUP <= length ? t + GROUP : begin);  // what is read ahead is used whole only
     if (t + GROUP <= end && !marks.any(t)) {
-#pragma unroll
-      for (int i = 0; i < GROUP; ++i) read(now[i], x, t + i, here);
+      Vector* into = y.at(t);
 #pragma unroll
       for (int i = 0; i < GROUP; ++i) {
-        factors.convolve(sum, old, now[i]);
-        put(y, t + i, sum, here);
-        remember(old, now[i]);
+        unpack(ahead[i], now);
+        ahead[i] = *from;
+        factors.convolve(sum, old, now);
+        activate(sum);
+        if (here) *into = pack(sum);
+        remember(old, now);
+        from = after(from, x.token), into = after(into, y.token);
       }
       continue;
     }
+#pragma unroll 1
     for (int i = t; i < t + GROUP && i < end; ++i) {
       const unsigned mark = marks.of(i);
       if (is_padding(mark)) {
@@ -47,10 +56,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_forward(const Forward
         continue;
       }
       if (is_start(mark)) forget(old);
-      read(now[0], x, i, here);
-      factors.convolve(sum, old, now[0]);
-      put(y, i, sum, here);
-      remember(old, now[0]);
+      read(now, x, i, here);
+      factors.convolve(sum, old, now);
+      activate(sum);
+      if (here) *y.at(i) = pack(sum);
+      remember(old, now);
     }
+    if (t + 2 * GROUP > length) continue;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) ahead[i] = *from, from = after(from, x.token);
   }
 }
