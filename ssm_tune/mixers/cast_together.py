@@ -1,7 +1,7 @@
 """Small weights of several layers cast to lower precision together: one launch, where each would take a launch.
 
-The copies hold for one call of the mixer that the layers belong to, so that they can never be older than the weights,
-and for what that call has computed again in its backward pass.
+The copies hold for one call of the mixer that the layers belong to, or of some blocks, so that they can never be older
+than the weights, and for what that call has computed again in its backward pass.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ class CastLayer:
 
 def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight.to(dtype)`, without a gradient: the copy, if there is one."""
+    copy = copy_in(weight, dtype)
+    return weight.to(dtype) if copy is None else copy
+
+
+def copy_in(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The copy, which may be kept for backward, if there is one."""
     copies: Copies | None = getattr(_local, "copies", None)
     copy = None if not copies else copies.get((weight.data_ptr(), dtype))
-    return weight.to(dtype) if copy is None or copy.shape != weight.shape else copy
+    return None if copy is None or copy.shape != weight.shape else copy
 
 
 def casts_together(*names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -72,6 +78,18 @@ def with_these_copies(function: Callable[[], Result]) -> Callable[[], Result]:
 
 
 @contextmanager
+def cast_at_once(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Inside, there are copies of these weights, all on one device."""
+    if not weights or weights[0].device.type not in DEVICES:
+        yield
+        return
+    with torch.no_grad():
+        copies = _copies(weights, dtype)
+    with _holding(copies):
+        yield
+
+
+@contextmanager
 def _holding(copies: Copies) -> Iterator[None]:
     before, _local.copies = getattr(_local, "copies", None), copies
     try:
@@ -91,9 +109,14 @@ def _cast(layers: Sequence[CastLayer], like: Tensor) -> Copies:
                 groups.setdefault((weight.dtype, dtype), []).append(weight)
     copies: Copies = {}
     for (_, dtype), weights in groups.items():
-        sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in weights]
-        places = torch.empty(sum(sizes), dtype=dtype, device=like.device).split(sizes)
-        into = [place[: w.numel()].view(w.shape) for place, w in zip(places, weights, strict=True)]
-        torch._foreach_copy_(into, weights)
-        copies |= {(weight.data_ptr(), dtype): copy for weight, copy in zip(weights, into, strict=True)}
+        copies |= _copies(weights, dtype)
     return copies
+
+
+def _copies(weights: Sequence[Tensor], dtype: torch.dtype) -> Copies:
+    """Of contiguous weights of one dtype, in one piece of memory."""
+    sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in weights]
+    places = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device).split(sizes)
+    into = [place[: w.numel()].view(w.shape) for place, w in zip(places, weights, strict=True)]
+    torch._foreach_copy_(into, list(weights))
+    return {(weight.data_ptr(), dtype): copy for weight, copy in zip(weights, into, strict=True)}

@@ -9,7 +9,8 @@ the matrix product in float32, where autocast's is rounded to lower precision an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,12 @@ from torch.nn import functional as F
 from ssm_tune.kernels.products import product_in
 from ssm_tune.kernels.recompute import saving_less
 from ssm_tune.kernels.side_stream import Job, aside
+from ssm_tune.mixers.cast_together import cast_at_once, copy_in
 from ssm_tune.mixers.watched import is_watched
 
 _LOW = (torch.bfloat16, torch.float16)
+# Numbers in a weight whose copy is kept for backward where blocks are recorded: x_proj and dt_proj of Mamba-1.
+SMALL = 2**20
 
 
 def keeps_master(linear: nn.Module, x: Tensor) -> bool:
@@ -51,6 +55,21 @@ def master_linear(linear: nn.Module, x: Tensor, leave: Callable[[Tensor], None] 
     return _MasterLinear.apply(x.to(torch.get_autocast_dtype(x.device.type)), weight, linear.bias, leave)
 
 
+@contextmanager
+def small_weights_cast(blocks: Iterable[nn.Module], kind: str) -> Iterator[None]:
+    """Inside, `master_linear` has copies of the blocks' small weights, cast in one launch, and keeps them for backward:
+    in a layer two launches of a few microseconds each would take longer than they are worth.
+
+    kind: of device.
+    """
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    linears = [module for block in blocks for module in block.modules() if type(module) is nn.Linear]
+    weights = [linear.weight for linear in linears if linear.weight.dtype == torch.float32]
+    small = [weight for weight in weights if 0 < weight.numel() <= SMALL and weight.is_contiguous()]
+    with cast_at_once(small if dtype in _LOW else [], dtype or torch.float32):
+        yield
+
+
 class _MasterLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -58,10 +77,12 @@ class _MasterLinear(torch.autograd.Function):
     ) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
         ctx.leave, ctx.trained = leave, (weight, bias)
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        copy = copy_in(weight, x.dtype)
+        ctx.save_for_backward(x if need_weight else None, (weight if copy is None else copy) if need_x else None)
         # Cast here, not by autocast, which would keep the copies until it ends.
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            low = weight.to(x.dtype) if copy is None else copy
+            return F.linear(x, low, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable

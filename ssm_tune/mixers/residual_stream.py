@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ssm_tune.kernels.recompute_sums import running_sum
 from ssm_tune.mixers.decay_rates import rates_together
+from ssm_tune.mixers.master_weights import small_weights_cast
 from ssm_tune.mixers.watched import is_only_sharded, is_watched
 
 
@@ -66,12 +67,13 @@ def pass_through(
             stream = block(before(number, stream, None)[0], **arguments)
         return stream
     added, ends = None, dict(zip(starts, [*starts[1:], len(blocks)], strict=False))
-    with running_sum() as sums, ExitStack() as rates:
+    with running_sum() as sums, ExitStack() as common:
         for number, block in enumerate(blocks):
             stream, added = before(number, stream, added)
             if number in ends:
-                rates.close()
-                rates.enter_context(rates_together(blocks[number : ends[number]]))
+                common.close()
+                common.enter_context(rates_together(blocks[number : ends[number]]))
+                common.enter_context(small_weights_cast(blocks[number : ends[number]], stream.device.type))
             if is_watched(block) and not gathered:  # by FSDP2
                 stream, added = block(stream, added=added, joined=True, **arguments)
             else:

@@ -10,6 +10,8 @@ from tiny import tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ssm_tune.kernels import recompute
+from ssm_tune.mixers import cast_together, master_weights
 from ssm_tune.mixers.backward_pieces import Pieces
 from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.patch import patch_model
@@ -17,14 +19,17 @@ from ssm_tune.mixers.residual_stream import pass_through
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that write memory."""
+    """Names of the operations, and the shapes of what is cast from float32."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.cast: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(function.overloadpacket.__name__)
+        if self.names[-1] == "_to_copy" and args[0].dtype == torch.float32:
+            self.cast.append(tuple(args[0].shape))
         return function(*args, **(kwargs or {}))
 
 
@@ -81,6 +86,33 @@ def test_frozen_decay_rates_are_computed_together_too() -> None:
     with Operations() as operations:
         pieces.backward(0, [torch.ones_like(pieces.forward(x, None))])
     assert operations.names.count("_foreach_exp") == 1 and "_foreach_mul" not in operations.names
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 1]])
+def test_recorded_blocks_have_their_small_weights_cast_once_and_at_once(
+    starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, to the bit; in_proj, which is larger than small here, is cast by itself, twice."""
+    model = patch_model(tiny_model("mamba")).train()
+    mixer = model.backbone.layers[0].mixer
+    monkeypatch.setattr(recompute, "DEVICES", ("cpu",))
+    monkeypatch.setattr(master_weights, "SMALL", mixer.in_proj.weight.numel() - 1)
+    x, found = torch.randn(2, 7, model.config.hidden_size), []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(cast_together, "DEVICES", devices)
+        pieces = Pieces(model.backbone.layers, starts, trained_input=False)
+        with Operations() as operations, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = pieces.forward(x, None)
+            gradients, slopes = [], [torch.ones_like(y)]
+            for piece in reversed(range(len(starts))):
+                by_parameters, slopes = pieces.backward(piece, slopes)
+                gradients += by_parameters
+        found.append((y, *gradients))
+        assert operations.names.count("_foreach_copy_") == len(starts) * len(devices)
+        single = [shape for shape in operations.cast if shape in {(18, 64), (64, 2), (128, 32), (32, 64)}]
+        # In two layers in_proj, or all four, forward and backward; and dt_proj where its outputs are computed again.
+        assert len(single) == (4 + 2 if devices else 16 + 2)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
