@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssm_tune import kernels
-from ssm_tune.kernels.products import product_in, scaled_product
+from ssm_tune.kernels.products import scaled_product
 from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.cast_together import CastLayer, in_dtype
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
@@ -147,7 +147,7 @@ class _LoraLinear(torch.autograd.Function):
             dh, dB, dx = _gradients(flat, weight, needed, B, h, ctx.scale, to_B.dtype)
             dx = None if dx is None else dx.view(*dy.shape[:-1], weight.shape[1])
             if x is not None:
-                (dA,) = aside((to_A, partial(product_in, to_A.dtype, dh.t(), x.flatten(0, -2))))
+                (dA,) = aside((to_A, partial(kernels.narrow_weight_gradient, dh, x.flatten(0, -2), to_A.dtype)))
         if ctx.later is not None:
             ctx.later.set_slope(dh)
         return dx, None, None, dA, dB, None, None

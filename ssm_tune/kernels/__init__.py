@@ -8,7 +8,13 @@ device, and says why.
 
 from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, set_kernel_order
 from ssm_tune.kernels.conv import causal_conv1d, causal_conv1d_step
-from ssm_tune.kernels.low_rank import low_rank_gradients, low_rank_product, narrow_gradient, narrow_linear
+from ssm_tune.kernels.low_rank import (
+    low_rank_gradients,
+    low_rank_product,
+    narrow_gradient,
+    narrow_linear,
+    narrow_weight_gradient,
+)
 from ssm_tune.kernels.mamba3 import mamba3_scan, mamba3_step
 from ssm_tune.kernels.norm import add_rms_norm, gated_rms_norm, residual_rms_norm, rms_norm, rms_norm_parts
 from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
@@ -29,6 +35,7 @@ __all__ = [
     "mamba3_step",
     "narrow_gradient",
     "narrow_linear",
+    "narrow_weight_gradient",
     "residual_rms_norm",
     "rms_norm",
     "rms_norm_parts",

@@ -119,6 +119,8 @@ BACKENDS = (
     Backend("narrow_linear", "parts", "products", cost=_SEVERAL_KERNELS),
     Backend("narrow_gradient", "triton", "narrow_triton", _CUDA, "triton", _TRITON),
     Backend("narrow_gradient", "parts", "products", cost=_SEVERAL_KERNELS),
+    Backend("narrow_weight_gradient", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
+    Backend("narrow_weight_gradient", "parts", "products", cost=_SEVERAL_KERNELS),
     Backend("low_rank_gradients", "triton", "low_rank_triton", _CUDA, "triton", _TRITON),
     Backend("low_rank_gradients", "parts", "products", cost="a pass over the slope for each result"),
 )

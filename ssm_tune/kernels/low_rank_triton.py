@@ -5,7 +5,7 @@ part of the columns of y, and computes h again with every part.
 
 Backward, the slope dy (tokens, out) is by far the largest tensor, and both products contract it, over one dimension
 each. A program reads a block of columns over a range of tokens, sums its share of dB over them, and writes its columns'
-share of dh for each token. A second kernel adds the shares, always in the same order.
+share of dh for each token. A second kernel adds the shares, always in the same order. dA = dh' x is found as dB is.
 """
 
 from __future__ import annotations
@@ -108,13 +108,14 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float, walk: Walk |
 @triton.jit(do_not_specialize=["tokens", "span"])
 def shares_kernel(
     dy, B, h, dh_shares, dB_shares, tokens, out, rank, dy_stride, span,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+    OF_TOKENS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     block, part = tl.program_id(0), tl.program_id(1)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, RANK)
-    inside = (columns < out)[:, None] & (ranks < rank)[None, :]
-    factor = tl.load(B + columns[:, None] * rank + ranks[None, :], mask=inside, other=0.0)
+    if OF_TOKENS:
+        inside = (columns < out)[:, None] & (ranks < rank)[None, :]
+        factor = tl.load(B + columns[:, None] * rank + ranks[None, :], mask=inside, other=0.0)
     share = tl.zeros([COLUMNS, RANK], tl.float32)
     for first in range(part * span, tl.minimum(part * span + span, tokens), TOKENS):
         rows = first + tl.arange(0, TOKENS)
@@ -128,16 +129,18 @@ def shares_kernel(
             h + rows[:, None] * rank + ranks[None, :], mask=here[:, None] & (ranks < rank)[None, :], other=0.0
         )
         share = tl.dot(tl.trans(slope), low, share)
-        places = (block.to(tl.int64) * tokens + rows)[:, None] * RANK + ranks[None, :]
-        tl.store(dh_shares + places, tl.dot(slope, factor), mask=here[:, None])
+        if OF_TOKENS:
+            places = (block.to(tl.int64) * tokens + rows)[:, None] * RANK + ranks[None, :]
+            tl.store(dh_shares + places, tl.dot(slope, factor), mask=here[:, None])
     places = (part.to(tl.int64) * out + columns)[:, None] * RANK + ranks[None, :]
     tl.store(dB_shares + places, share, mask=(columns < out)[:, None])
 
 
 @triton.jit
 def _add_shares(
-    shares, total, program, count, parts, rank, RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
+    shares, total, program, count, parts, rank, row, column,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     places = program * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     value = tl.zeros([BLOCK], tl.float32)
@@ -145,9 +148,9 @@ def _add_shares(
         part = first + tl.arange(0, PARTS)
         where = part.to(tl.int64)[:, None] * count + places[None, :]
         value += tl.sum(tl.load(shares + where, mask=(part < parts)[:, None] & inside[None, :], other=0.0), axis=0)
-    column = places % RANK
-    target = total + places // RANK * rank + column
-    tl.store(target, value.to(total.dtype.element_ty), mask=inside & (column < rank))
+    of_rank = places % RANK
+    target = total + places // RANK * row + of_rank * column
+    tl.store(target, value.to(total.dtype.element_ty), mask=inside & (of_rank < rank))
 
 
 @triton.jit
@@ -188,7 +191,7 @@ def sums_kernel(
             dh_shares, A, dh, dx, program, tokens, channels, blocks, scale, rank, FIND, TOKENS, CHANNELS, RANK, PARTS
         )
     else:
-        _add_shares(dB_shares, dB, program - of_dh, out * RANK, parts, rank, RANK, BLOCK, PARTS)
+        _add_shares(dB_shares, dB, program - of_dh, out * RANK, parts, rank, rank, 1, RANK, BLOCK, PARTS)
 
 
 def low_rank_gradients(
@@ -211,10 +214,7 @@ def low_rank_gradients(
     B, h = B.contiguous(), h.contiguous()
     padded = padded_rank(rank)
     tile = tile or Tile.fitting(padded, dy.device)
-    blocks = triton.cdiv(out, tile.columns)
-    wanted = max(1, tile.programs * multiprocessors(dy.device) // blocks)
-    span = tile.tokens * triton.cdiv(triton.cdiv(tokens, wanted), tile.tokens)
-    parts = triton.cdiv(tokens, span)
+    blocks, parts, span = _spread(tokens, out, tile, dy.device)
     dh, dB = dy.new_empty(tokens, rank), dy.new_empty(out, rank, dtype=dtype)
     dh_shares = dy.new_empty(blocks, tokens, padded, dtype=torch.float32)
     dB_shares = dy.new_empty(parts, out, padded, dtype=torch.float32)
@@ -224,7 +224,7 @@ def low_rank_gradients(
     adders = triton.cdiv(tokens, rows) + triton.cdiv(out * padded, _NUMBERS)
     with device_of(dy):
         shares_kernel[(blocks, parts)](
-            dy, B, h, dh_shares, dB_shares, tokens, out, rank, dy.stride(0), span,
+            dy, B, h, dh_shares, dB_shares, tokens, out, rank, dy.stride(0), span, OF_TOKENS=True,
             TOKENS=tile.tokens, COLUMNS=tile.columns, RANK=padded, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         sums_kernel[(adders,)](
@@ -232,6 +232,48 @@ def low_rank_gradients(
             blocks, parts, FIND=A is not None, TOKENS=rows, RANK=padded, BLOCK=_NUMBERS, **_SUMMED,
         )  # fmt: skip
     return dh, dB, dx
+
+
+@triton.jit(do_not_specialize=["parts"])
+def weight_sums_kernel(
+    shares, total, channels, rank, parts, RANK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    _add_shares(shares, total, tl.program_id(0), channels * RANK, parts, rank, 1, channels, RANK, BLOCK, PARTS)
+
+
+def narrow_weight_gradient(
+    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """The operation of `ssm_tune.kernels.narrow_weight_gradient`.
+
+    Raises:
+        Unsupported: other dtypes than bfloat16 and float16, or no tokens.
+    """
+    (tokens, channels), rank = x.shape, dy.shape[1]
+    check_dtypes(x, dy)
+    x, dy = x if x.stride(1) == 1 else x.contiguous(), dy.contiguous()
+    padded = padded_rank(rank)
+    tile = tile or Tile.fitting(padded, x.device)
+    blocks, parts, span = _spread(tokens, channels, tile, x.device)
+    total = x.new_empty(rank, channels, dtype=dtype) if into is None else into
+    shares = x.new_empty(parts, channels, padded, dtype=torch.float32)
+    with device_of(x):
+        shares_kernel[(blocks, parts)](
+            x, dy, dy, shares, shares, tokens, channels, rank, x.stride(0), span, OF_TOKENS=False,
+            TOKENS=tile.tokens, COLUMNS=tile.columns, RANK=padded, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        weight_sums_kernel[(triton.cdiv(channels * padded, _NUMBERS),)](
+            shares, total, channels, rank, parts, RANK=padded, BLOCK=_NUMBERS, PARTS=_SUMMED["PARTS"]
+        )
+    return total
+
+
+def _spread(tokens: int, columns: int, tile: Tile, device: torch.device) -> tuple[int, int, int]:
+    """Blocks of columns, parts of the tokens, and tokens of a part, for as many programs as there is room for."""
+    blocks = triton.cdiv(columns, tile.columns)
+    wanted = max(1, tile.programs * multiprocessors(device) // blocks)
+    span = tile.tokens * triton.cdiv(triton.cdiv(tokens, wanted), tile.tokens)
+    return blocks, triton.cdiv(tokens, span), span
 
 
 def check_dtypes(*tensors: Tensor) -> None:

@@ -33,6 +33,13 @@ def low_rank_gradients(
     return dh, product_in(dtype, dy.t(), h), None if A is None else torch.mm(dh, A)
 
 
+def narrow_weight_gradient(
+    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
+) -> Tensor:
+    """The operation of `ssm_tune.kernels.narrow_weight_gradient`."""
+    return product_in(dtype, dy.t(), x, into)
+
+
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """scale * left @ right of matrices in one kernel: the product is scaled before it is rounded."""
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)

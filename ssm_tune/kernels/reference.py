@@ -322,6 +322,16 @@ def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor
 
 
 @torch.no_grad()
+def narrow_weight_gradient(
+    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
+) -> Tensor:
+    """dy' @ x in `dtype`."""
+    wide, x = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, x))
+    found = (wide.t() @ x).to(dtype)
+    return found if into is None else into.copy_(found)
+
+
+@torch.no_grad()
 def low_rank_gradients(
     dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32, A: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -172,6 +172,8 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
     if operation == "narrow_gradient":
         tensors = {"dy": normal(batch * length, state), "weight": normal(state, dim)}
         return tensors | {"dh": normal(batch * length, width), "A": normal(width, dim)}, {}, set()
+    if operation == "narrow_weight_gradient":
+        return {"dy": normal(batch * length, state), "x": normal(batch * length, dim)}, {}, set()
     if operation == "low_rank_gradients":
         tensors = {"dy": normal(batch * length, dim), "B": normal(dim, state), "h": normal(batch * length, state)}
         return tensors | {"A": normal(state, dim)}, {"scale": 2.0}, set()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ssm_tune.kernels.products import product_in
+from ssm_tune.kernels import narrow_weight_gradient
 from ssm_tune.kernels.recompute import Reference, graph_is_kept, recomputing, reference_to
 from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.master_weights import keeps_master, master_linear
@@ -58,7 +58,7 @@ class LaterGradient:
             return None
         inputs = reference().flatten(0, -2).to(slope.dtype)
         with torch.autocast(slope.device.type, enabled=False):
-            return aside((self.factor, partial(product_in, self.factor.dtype, slope.t(), inputs)))[0]
+            return aside((self.factor, partial(narrow_weight_gradient, slope, inputs, self.factor.dtype)))[0]
 
 
 class _Tap(torch.autograd.Function):

@@ -41,6 +41,14 @@ def check(found: Any, dy: Tensor, B: Tensor, h: Tensor, A: Tensor | None, roundi
         assert (value.double() - truth).norm() <= tolerance * truth.norm()
 
 
+def check_weight(function: Any, dy: Tensor, x: Tensor, rounding: float) -> None:
+    truth = dy.double().t() @ x.double()
+    into = torch.empty_like(truth, dtype=torch.float32)
+    for found in (function(dy, x), function(-dy, x, into=into).neg()):
+        assert found.dtype == torch.float32 and (found.double() - truth).norm() <= rounding * truth.norm()
+    assert torch.equal(into, -found)
+
+
 def check_product(found: tuple[Tensor, Tensor], x: Tensor, A: Tensor, B: Tensor, rounding: float) -> None:
     h, y = found
     expected = 0.5 * x.double() @ A.double().t(), h.double() @ B.double().t()
@@ -59,6 +67,10 @@ def test_on_a_cpu(sizes: tuple[int, int, int]) -> None:
         low_rank_gradients(dy, B, h[1:], 0.5)
     check_product(low_rank_product(dy, A, B, 0.5), dy, A, B, 1e-6)
     check_product(reference.low_rank_product(dy, A, B, 0.5), dy, A, B, 1e-6)
+    for module in (kernels, reference):
+        check_weight(module.narrow_weight_gradient, h, dy, 1e-6)
+    with pytest.raises(ValueError, match=r"narrow_weight_gradient: x is"):
+        kernels.narrow_weight_gradient(h, dy[:, 1:][1:])
     with pytest.raises(ValueError, match=r"low_rank_product: x is"):
         low_rank_product(dy[:, 1:], A, B, 0.5)
 
@@ -68,9 +80,15 @@ def test_all_backends_are_called_alike() -> None:
     pytest.importorskip("triton")
     from ssm_tune.kernels import low_rank_triton, narrow_triton, products
 
-    for name in ("low_rank_product", "low_rank_gradients", "narrow_linear", "narrow_gradient"):
+    for name in (
+        "low_rank_product",
+        "low_rank_gradients",
+        "narrow_linear",
+        "narrow_gradient",
+        "narrow_weight_gradient",
+    ):
         wanted = inspect.signature(vars(kernels)[name]).parameters
-        triton = low_rank_triton if name.startswith("low") else narrow_triton
+        triton = narrow_triton if name in vars(narrow_triton) else low_rank_triton
         for module in (triton, products, reference):
             found = list(inspect.signature(vars(module)[name]).parameters.values())[: len(wanted)]
             assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted.values()], module
@@ -137,6 +155,7 @@ def compute(device: str, dtype: torch.dtype, rounding: float, sizes: list[tuple[
         A = None if tile is None else draw(size[2], 300).to(device, dtype)
         found, again = (low_rank_triton.low_rank_gradients(dy, B, h, 0.5, torch.float32, A, tile) for _ in range(2))
         check(found, dy, B, h, A, rounding)
+        check_weight(partial(low_rank_triton.narrow_weight_gradient, tile=tile), h, dy, 1e-5)
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 

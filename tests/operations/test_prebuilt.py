@@ -92,6 +92,7 @@ def test_prebuilt_kernels_serve_where_nothing_is_installed(
         "low_rank_product",
         "narrow_gradient",
         "narrow_linear",
+        "narrow_weight_gradient",
         "rms_norm_parts",
     }  # which are ours alone
     assert found["selective_scan"].reason.startswith("mamba_ssm: mamba_ssm is not installed")
