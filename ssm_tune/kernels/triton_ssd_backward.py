@@ -44,7 +44,7 @@ from ssm_tune.kernels.triton_ssd_common import (
 )
 from ssm_tune.kernels.triton_ssd_last_gradients import last_gradients_kernel
 
-_HEADS, _TOKENS = 16, 16  # of a program of the last kernel
+_HEADS, _TOKENS = 8, 16  # of a program of the last kernel
 
 
 @triton.jit(do_not_specialize=["length", "heads", "chunks"])
@@ -53,6 +53,7 @@ def state_gradients_kernel(
     dy_row, dy_token, dy_head, C_row, C_token, C_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr,
     HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state after every chunk, for a head and HEAD_DIM of its channels; and of the initial state.
 
@@ -73,7 +74,7 @@ def state_gradients_kernel(
     dstate = tl.zeros([STATE, HEAD_DIM], tl.float32)
     if HAS_FINAL:
         dstate = tl.load(dfinal + turned, mask=inside, other=0.0)
-    for after in range(chunks):
+    for after in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - after
         remaining = length - chunk * CHUNK
         slope = read_tokens(dy, place, p, remaining, head_dims, dy_token, EVEN)
@@ -95,13 +96,14 @@ def state_gradients_kernel(
 
 
 class Arrangement(NamedTuple):
-    """Of a launch: channels of a head at a time, warps, how many heads or chunks are in shared memory at a time, and
-    programs that share a multiprocessor."""
+    """Of a launch: channels of a head at a time, warps, how many heads or chunks are in shared memory at a time,
+    programs that share a multiprocessor, and states of a program at most."""
 
     head_dim: int
     warps: int
     stages: int
     programs: int = 2
+    states: int = 256
 
 
 class Arrangements(NamedTuple):
@@ -118,7 +120,9 @@ def arrangements_of(dtype: torch.dtype, head_dim: int, state: int) -> Arrangemen
         return Arrangements(Arrangement(32, 4, 1), Arrangement(32, 8, 1), Arrangement(32, 8, 1))
     if head_dim > 64:
         return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 1), Arrangement(64, 4, 1))
-    return Arrangements(Arrangement(64, 8, 3), Arrangement(64, 8, 3, programs=1), Arrangement(64, 4, 3))
+    # Half of 128 states leave room for two programs, which wait for memory in turn.
+    across = Arrangement(64, 4, 3, programs=1, states=64)
+    return Arrangements(Arrangement(64, 8, 3), across, Arrangement(64, 4, 3))
 
 
 def scan_backward(
@@ -160,7 +164,7 @@ def scan_backward(
         steps = prepare_steps(dt, A, dt_bias, dt_softplus, dt_limit) if steps is None else steps
         states = states_before(x, B, steps, number, initial_state) if states is None else states
         dstates, dinitial = _state_gradients(dy, C, steps, reach, dfinal, initial_state is not None)
-        found = _chunk_gradients(dy, x, B, C, D, steps, reach, states, dstates, dx)
+        found = _chunk_gradients(dy, x, B, C, D, steps, reach, states, dstates, dx, dB, dC)
         shares = _last_gradients(dt, A, D, dt_bias, dt_softplus, dt_limit, steps, found, ddt, dB, dC)
     if not need_sums:
         return None, None, None, dinitial
@@ -186,7 +190,7 @@ def _state_gradients(
         length, heads, chunks, heads // groups, head_dim, state, *dy.stride()[:3], *C.stride()[:3],
         CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), HAS_FINAL=dfinal is not None,
         HAS_INITIAL=need_initial, HAS_DOCUMENTS=reach is not None, PRECISION=PRECISION,
-        num_warps=arrangement.warps, num_stages=arrangement.stages, **sizes,
+        STAGES=arrangement.stages, num_warps=arrangement.warps, **sizes,
     )  # fmt: skip
     return dstates, dinitial
 
@@ -203,7 +207,8 @@ class _OfTokens(NamedTuple):
 
 
 class _OfChunks(NamedTuple):
-    """The same, and parts of the gradients of B and C, (parts, batch, length, groups, state), float32."""
+    """The same, and parts of the gradients of B and C, (parts, batch, length, groups, state), float32, if these are
+    not finished."""
 
     of_tokens: _OfTokens
     parts_of_B: Tensor
@@ -221,34 +226,43 @@ def _chunk_gradients(
     states: Tensor,
     dstates: Tensor,
     dx: Tensor,
+    dB: Tensor,
+    dC: Tensor,
 ) -> _OfChunks:
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
     chunks = steps.step.shape[2]
     wide = D is not None and D.dim() == 2
-    by_step, read, mixed, sent = (torch.empty_like(steps.step) for _ in range(4))
-    carried = torch.empty_like(steps.step[..., 0], memory_format=torch.contiguous_format)
-    by_skip = None if D is None else steps.step.new_empty((batch, heads, chunks, head_dim if wide else CHUNK))
+    by_step, sent = (torch.empty_like(steps.step) for _ in range(2))
+    mixed = by_step.new_empty((batch, heads, chunks, CHUNK // 16, CHUNK))
+    by_skip = None if D is None else by_step.new_empty((batch, heads, chunks, head_dim if wide else CHUNK))
     _, across, within = arrangements_of(x.dtype, head_dim, state)
     first, second = (_parts(batch * chunks, heads // groups, groups, a.programs, x.device) for a in (across, within))
-    parts = first.parts + second.parts
-    parts_of_B, parts_of_C = steps.step.new_empty((2, parts, batch, length, groups, state))
+    whole = first.parts == second.parts == 1
+    parts = first.parts + (0 if whole else second.parts)
+    parts_of_B, parts_of_C = by_step.new_empty((2, parts, batch, length, groups, state))
     common = {"CHUNK": CHUNK, "HAS_DOCUMENTS": reach is not None, "PRECISION": PRECISION}
     shape = batch, length, heads, chunks, heads // groups
     sizes = _sizes(across, length, head_dim, state)
-    across_chunks_kernel[(first.parts * groups * batch * chunks,)](
+    blocks = -(-state // sizes["STATE"])
+    read = by_step.new_empty((blocks, *by_step.shape))
+    carried = read.new_empty(read.shape[:-1])
+    across_chunks_kernel[(blocks * first.parts * groups * batch * chunks,)](
         dy, x, C, *steps, reach, states, dstates, parts_of_B, parts_of_C, read, carried, *shape, first.heads,
-        first.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3], *C.stride()[:3], *parts_of_B.stride()[:4],
-        **common, **sizes,
+        first.parts, head_dim, state, blocks, *dy.stride()[:3], *x.stride()[:3], *C.stride()[:3],
+        *parts_of_B.stride()[:4], **common, **sizes,
     )  # fmt: skip
-    rest_of_B, rest_of_C = parts_of_B[first.parts :], parts_of_C[first.parts :]
+    rest_of_B, rest_of_C = (dB[None], dC[None]) if whole else (parts_of_B[first.parts :], parts_of_C[first.parts :])
     skips = (0, 0) if D is None else (*D.stride(), 0)[:2]
     within_chunk_kernel[(second.parts * groups * batch * chunks,)](
-        dy, x, B, C, D, *steps, reach, dstates, dx, rest_of_B, rest_of_C, by_step, mixed, sent, by_skip, *shape,
-        second.heads, second.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3], *B.stride()[:3],
-        *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[:4],
-        HAS_D=D is not None, WIDE_D=wide, **common, **_sizes(within, length, head_dim, state),
+        dy, x, B, C, D, *steps, reach, dstates, parts_of_B, parts_of_C, dx, rest_of_B, rest_of_C, by_step, mixed, sent,
+        by_skip, *shape, second.heads, second.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3],
+        *B.stride()[:3], *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[1:4],
+        *rest_of_B.stride()[:4], *rest_of_C.stride()[:4],
+        HAS_D=D is not None, WIDE_D=wide, WHOLE=whole, **common, **_sizes(within, length, head_dim, state),
     )  # fmt: skip
+    if whole:
+        parts_of_B, parts_of_C = parts_of_B[:0], parts_of_C[:0]
     return _OfChunks(_OfTokens(by_step, read, mixed, sent, carried, by_skip), parts_of_B, parts_of_C)
 
 
@@ -271,10 +285,11 @@ def _last_gradients(
     chunks = steps.step.shape[2]
     shares = torch.empty((3, batch * chunks, heads), dtype=torch.float32, device=dt.device)
     low, high = dt_limit
-    programs = batch * (chunks * triton.cdiv(heads, _HEADS) + groups * triton.cdiv(length, _TOKENS))
+    parts = len(found.parts_of_B)
+    programs = batch * (chunks * triton.cdiv(heads, _HEADS) + (groups * triton.cdiv(length, _TOKENS) if parts else 0))
     last_gradients_kernel[(programs,)](
         dt, A, dt_bias, steps.step, *found.of_tokens, ddt, shares, found.parts_of_B, found.parts_of_C, dB, dC,
-        batch, length, heads, chunks, groups, len(found.parts_of_B), state, float(low), float(high),
+        batch, length, heads, chunks, groups, parts, state, len(found.of_tokens.read), float(low), float(high),
         *dt.stride(), *ddt.stride(), *dB.stride()[:3], *dC.stride()[:3],
         CHUNK=CHUNK, HEADS=_HEADS, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus, LIMITED=(low, high) != NO_LIMIT,
         SUM_SKIP=D is not None and D.dim() == 1, TOKENS=_TOKENS, STATE=block_sizes(16, state, 16)["STATE"], num_warps=4,
@@ -285,8 +300,10 @@ def _last_gradients(
 def _sizes(arrangement: Arrangement, length: int, head_dim: int, state: int) -> dict[str, int]:
     """What a kernel for chunks is told by its arrangement."""
     sizes = block_sizes(head_dim, state, arrangement.head_dim)
-    given = {"BLOCKS": -(-head_dim // sizes["HEAD_DIM"]), "EVEN": is_even(length, head_dim, state, sizes)}
-    return sizes | given | {"num_warps": arrangement.warps, "num_stages": arrangement.stages}
+    sizes["STATE"] = min(sizes["STATE"], arrangement.states)
+    even = length % CHUNK == head_dim % sizes["HEAD_DIM"] == state % sizes["STATE"] == 0
+    given = {"BLOCKS": -(-head_dim // sizes["HEAD_DIM"]), "EVEN": even}
+    return sizes | given | {"STAGES": arrangement.stages, "num_warps": arrangement.warps}
 
 
 class _Split(NamedTuple):

@@ -2,7 +2,8 @@
 
 Two of them: sums over heads are kept in registers, and those of one kernel leave no room for those of the other, nor
 for what it computes; spilled, they took 1.7 times as long. Tiles of pairs of tokens are (j, i): turned so that the sums
-over i, for x and B, are products of matrices whose first factor is in registers.
+over i, for x and B, are products of matrices whose first factor is in registers. Where the loop over heads says how
+many are on their way, Triton fetches all that is read ahead, and not only factors of products.
 """
 
 from __future__ import annotations
@@ -16,31 +17,33 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def place_of_program(parts, groups, batch):
+def place_of_program(program, parts, groups, batch):
     """Part, group, row and chunk of a program: chunk by chunk, so that all rows are at the same."""
-    program = tl.program_id(0)
     part, program = program % parts, program // parts
     group, program = program % groups, program // groups
     return part.to(tl.int64), group.to(tl.int64), (program % batch).to(tl.int64), program // batch
 
 
-@triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "heads_each", "parts"])
+@triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "heads_each", "parts", "state_blocks"])
 def across_chunks_kernel(
     dy, x, C, step, decay, reach, states, dstates, dB, dC, by_decay, carried,
-    batch, length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
+    batch, length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims, state_blocks,
     dy_row, dy_token, dy_head, x_row, x_token, x_head, C_row, C_token, C_group,
     to_part, to_row, to_token, to_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What the state before a chunk and the one after it give, for `heads_each` heads of a group.
+    """What the state before a chunk and the one after it give, for `heads_each` heads of a group and STATE states.
 
-    dB, dC: the gradients as far as they come from these states. by_decay: (batch, heads, chunks, CHUNK), the like for
-    the sums of step * A, from the state before. carried: (batch, heads, chunks), the gradient of the sum to the end of
-    the chunk by what goes through from the one state to the other. Grid: (chunks * batch * groups * parts,).
+    dB, dC: the gradients as far as they come from these states. by_decay: (blocks of states, batch, heads, chunks,
+    CHUNK), the like for the sums of step * A, from the state before. carried: (blocks of states, batch, heads, chunks),
+    the gradient of the sum to the end of the chunk by what goes through from the one state to the other. Grid: (chunks
+    * batch * groups * parts * blocks of states,).
     """
-    part, group, row, chunk = place_of_program(parts, heads // heads_of_group, batch)
-    place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
+    program, block_of_states = tl.program_id(0) // state_blocks, tl.program_id(0) % state_blocks
+    part, group, row, chunk = place_of_program(program, parts, heads // heads_of_group, batch)
+    place, n = tl.arange(0, CHUNK), block_of_states * STATE + tl.arange(0, STATE)
+    of_states = block_of_states.to(tl.int64) * batch * heads * chunks
     start, remaining = chunk.to(tl.int64) * CHUNK, length - chunk * CHUNK
     C += row * C_row + group * C_group + start * C_token
     c = read_tokens(C, place, n, remaining, state_dims, C_token, EVEN)
@@ -54,7 +57,7 @@ def across_chunks_kernel(
     dy += row * dy_row + start * dy_token
     first = group * heads_of_group + part * heads_each
     end = tl.minimum(first + heads_each, (group + 1) * heads_of_group)
-    for head in range(first, end):
+    for head in tl.range(first, end, num_stages=STAGES):
         of_chunk = (row * heads + head) * chunks + chunk
         tokens = of_chunk * CHUNK + place
         decays, total = tl.load(decay + tokens), tl.load(decay + of_chunk * CHUNK + CHUNK - 1)
@@ -83,8 +86,8 @@ def across_chunks_kernel(
                 through += tl.sum(tl.where(p[:, None] == p[None, :], both, 0.0))
             else:
                 through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-        tl.store(by_decay + tokens, read * fading)
-        tl.store(carried + of_chunk, through * kept)
+        tl.store(by_decay + of_states * CHUNK + tokens, read * fading)
+        tl.store(carried + of_states + of_chunk, through * kept)
     to = part * to_part + row * to_row + group * to_group + start * to_token
     write_tokens(dC + to, total_C, place, n, remaining, state_dims, to_token, EVEN)
     write_tokens(dB + to, total_B, place, n, remaining, state_dims, to_token, EVEN)
@@ -92,22 +95,26 @@ def across_chunks_kernel(
 
 @triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "heads_each", "parts"])
 def within_chunk_kernel(
-    dy, x, B, C, D, step, decay, reach, dstates, dx, dB, dC, by_step, by_decay, sent, by_skip,
+    dy, x, B, C, D, step, decay, reach, dstates, first_B, first_C, dx, dB, dC, by_step, by_decay, sent, by_skip,
     batch, length, heads, chunks, heads_of_group, heads_each, parts, head_dims, state_dims,
     dy_row, dy_token, dy_head, x_row, x_token, x_head, B_row, B_token, B_group, C_row, C_token, C_group,
     D_head, D_channel, dx_row, dx_token, dx_head,
-    to_part, to_row, to_token, to_group,
+    first_row, first_token, first_group, dB_part, dB_row, dB_token, dB_group, dC_part, dC_row, dC_token, dC_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     HAS_D: tl.constexpr, WIDE_D: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """What tokens give each other, and to the state after the chunk, for `heads_each` heads of a group.
 
-    dB, dC: the gradients as far as they come from within the chunk. by_step, by_decay, sent: (batch, heads, chunks,
-    CHUNK), the gradients of the steps, of the sums of step * A where tokens see others (where they are seen, it is that
-    of the step, times the step, taken off), and what goes, times the step, to the end of the chunk. by_skip: what
-    tokens, or, if D is wide, channels (batch, heads, chunks, head_dim), give the gradient of D. Grid: as above.
+    dB, dC: the gradients as far as they come from within the chunk, in parts; if WHOLE, with those of the other kernel,
+    first_B and first_C, added: all of them. by_step: (batch, heads, chunks, CHUNK), the gradients of the steps.
+    by_decay: (batch, heads, chunks, CHUNK / 16, CHUNK), those of the sums of step * A where tokens see others, in
+    shares of 16 of these, whose sum would cross warps (where tokens are seen, it is that of the step, times the step,
+    taken off). sent: (batch, heads, chunks, CHUNK), what goes, times the step, to the end of the chunk. by_skip: what
+    tokens, or, if D is wide, channels (batch, heads, chunks, head_dim), give the gradient of D. Grid: (chunks * batch *
+    groups * parts,).
     """
-    part, group, row, chunk = place_of_program(parts, heads // heads_of_group, batch)
+    part, group, row, chunk = place_of_program(tl.program_id(0), parts, heads // heads_of_group, batch)
     chunk = chunks - 1 - chunk  # what the other kernel has read last is in the cache
     place, n = tl.arange(0, CHUNK), tl.arange(0, STATE)
     start, remaining = chunk.to(tl.int64) * CHUNK, length - chunk * CHUNK
@@ -120,14 +127,14 @@ def within_chunk_kernel(
         reach += (row * chunks + chunk) * CHUNK
         seen = seen & (place[:, None] >= tl.load(reach + place)[None, :])
         to_the_end = place >= tl.load(reach + CHUNK - 1)
-    scores = tl.dot(b, tl.trans(c), input_precision=PRECISION)
+    scores = tl.where(seen, tl.dot(b, tl.trans(c), input_precision=PRECISION), 0.0)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
     dy += row * dy_row + start * dy_token
     x += row * x_row + start * x_token
     dx += row * dx_row + start * dx_token
     first = group * heads_of_group + part * heads_each
     end = tl.minimum(first + heads_each, (group + 1) * heads_of_group)
-    for head in range(first, end):
+    for head in tl.range(first, end, num_stages=STAGES):
         of_chunk = (row * heads + head) * chunks + chunk
         tokens = of_chunk * CHUNK + place
         steps, decays = tl.load(step + tokens), tl.load(decay + tokens)
@@ -144,13 +151,16 @@ def within_chunk_kernel(
             same = tl.where(place[:, None] == place[None, :], agreement, 0.0)
             tl.store(by_skip + tokens, tl.sum(same, axis=1))
         binary = decays * _LOG2_E
-        weights = tl.where(seen, tl.exp2(binary[None, :] - binary[:, None]), 0.0)
+        # Where j is not seen the exponent may be large; `seen` comes with the scores, and to the pairs at the end.
+        weights = tl.exp2(tl.minimum(binary[None, :] - binary[:, None], 0.0))
         agreement *= weights
         pairs += agreement * steps[:, None]
         agreement *= scores
         mixing = (scores * weights).to(b.dtype)
         direct = tl.sum(agreement, axis=1)
-        tl.store(by_decay + tokens, tl.sum(agreement * steps[:, None], axis=0))
+        share = tl.arange(0, CHUNK // 16)[:, None] * CHUNK + place[None, :]
+        agreement = tl.reshape(agreement * steps[:, None], [CHUNK // 16, 16, CHUNK])
+        tl.store(by_decay + of_chunk * (CHUNK // 16 * CHUNK) + share, tl.sum(agreement, axis=1))
         brought = tl.zeros([CHUNK], tl.float32)
         for block in tl.static_range(BLOCKS):
             p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
@@ -176,11 +186,17 @@ def within_chunk_kernel(
         brought *= reaching
         tl.store(sent + tokens, brought)
         tl.store(by_step + tokens, brought + direct)
-    pairs = pairs.to(b.dtype)
+    pairs = tl.where(seen, pairs, 0.0).to(b.dtype)
     # Read again: shared memory holds more heads without it in between.
     c = read_tokens(C, place, n, remaining, state_dims, C_token, EVEN)
-    to = part * to_part + row * to_row + group * to_group + start * to_token
+    from_first = row * first_row + group * first_group + start * first_token
     total = tl.dot(pairs, c, input_precision=PRECISION)
-    write_tokens(dB + to, total, place, n, remaining, state_dims, to_token, EVEN)
+    if WHOLE:
+        total += read_tokens(first_B + from_first, place, n, remaining, state_dims, first_token, EVEN)
+    to = dB + part * dB_part + row * dB_row + group * dB_group + start * dB_token
+    write_tokens(to, total, place, n, remaining, state_dims, dB_token, EVEN)
     total = tl.dot(tl.trans(pairs), b, input_precision=PRECISION)
-    write_tokens(dC + to, total, place, n, remaining, state_dims, to_token, EVEN)
+    if WHOLE:
+        total += read_tokens(first_C + from_first, place, n, remaining, state_dims, first_token, EVEN)
+    to = dC + part * dC_part + row * dC_row + group * dC_group + start * dC_token
+    write_tokens(to, total, place, n, remaining, state_dims, dC_token, EVEN)

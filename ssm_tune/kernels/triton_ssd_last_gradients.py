@@ -1,7 +1,7 @@
 """The last kernel of the backward pass of the Triton scan of Mamba-2; see `triton_ssd_backward`.
 
 One launch for two things that need nothing of each other: gradients of steps, and sums of the parts of the gradients of
-B and C. Each is a few microseconds of waiting for memory.
+B and C, if there are any. Each is a few microseconds of waiting for memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ssm_tune.kernels.triton_ssd_common import step_of
 @triton.jit
 def step_gradients(
     dt, A, bias, step, by_step, read, mixed, sent, carried, by_skip, ddt, shares, program,
-    batch, length, heads, chunks, low, high, dt_row, dt_token, dt_head, ddt_row, ddt_token, ddt_head,
+    batch, length, heads, chunks, state_blocks, low, high, dt_row, dt_token, dt_head, ddt_row, ddt_token, ddt_head,
     CHUNK: tl.constexpr, HEADS: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, SUM_SKIP: tl.constexpr,
 ):  # fmt: skip
@@ -33,9 +33,18 @@ def step_gradients(
     tile, here = of_chunk[:, None] * CHUNK + place[None, :], some[:, None]
     size = tl.load(step + tile, mask=here, other=0.0)
     direct = tl.load(by_step + tile, mask=here, other=0.0)
-    slope = tl.load(read + tile, mask=here, other=0.0) + tl.load(mixed + tile, mask=here, other=0.0) - direct * size
+    slope = -direct * size
+    share = of_chunk[:, None] * (CHUNK // 16 * CHUNK) + place[None, :]
+    for _ in tl.static_range(CHUNK // 16):
+        slope += tl.load(mixed + share, mask=here, other=0.0)
+        share += CHUNK
     to_the_end = tl.sum(tl.load(sent + tile, mask=here, other=0.0) * size, axis=1)
-    to_the_end += tl.load(carried + of_chunk, mask=some, other=0.0)
+    every = batch.to(tl.int64) * chunks * heads
+    for _ in range(state_blocks):
+        slope += tl.load(read + tile, mask=here, other=0.0)
+        to_the_end += tl.load(carried + of_chunk, mask=some, other=0.0)
+        read += every * CHUNK
+        carried += every
     slope = tl.cumsum(slope, axis=1, reverse=True) + to_the_end[:, None]
     value = direct + slope * tl.load(A + head, mask=some, other=0.0)[:, None]
     inside = (token < length)[None, :] & here
@@ -46,12 +55,11 @@ def step_gradients(
     to = ddt + row * ddt_row + token[None, :] * ddt_token + head[:, None] * ddt_head
     tl.store(to, value.to(ddt.dtype.element_ty), mask=inside)
     to = shares + (row * chunks + chunk) * heads + head
-    rows = batch.to(tl.int64) * chunks * heads
     tl.store(to, tl.sum(slope * size, axis=1), mask=some)
-    tl.store(to + rows, tl.sum(value, axis=1), mask=some)
+    tl.store(to + every, tl.sum(value, axis=1), mask=some)
     if SUM_SKIP:
         skipped = tl.load(by_skip + tile, mask=here, other=0.0)
-        tl.store(to + 2 * rows, tl.sum(skipped, axis=1), mask=some)
+        tl.store(to + 2 * every, tl.sum(skipped, axis=1), mask=some)
 
 
 @triton.jit
@@ -78,22 +86,23 @@ def add_parts(
     tl.store(dC, of_C.to(dC.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "groups", "parts"])
+@triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "groups", "parts", "state_blocks"])
 def last_gradients_kernel(
     dt, A, bias, step, by_step, read, mixed, sent, carried, by_skip, ddt, shares, parts_of_B, parts_of_C, dB, dC,
-    batch, length, heads, chunks, groups, parts, state_dims, low, high,
+    batch, length, heads, chunks, groups, parts, state_dims, state_blocks, low, high,
     dt_row, dt_token, dt_head, ddt_row, ddt_token, ddt_head, dB_row, dB_token, dB_group, dC_row, dC_token, dC_group,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr,
     SUM_SKIP: tl.constexpr, TOKENS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """Both of the above. Grid: (chunks * blocks of heads * batch + blocks of tokens * groups * batch,)."""
+    """Both of the above. Grid: (chunks * blocks of heads * batch + blocks of tokens * groups * batch,), the second only
+    if there are parts."""
     program = tl.program_id(0)
     others = tl.cdiv(heads, HEADS) * chunks * batch
     if program < others:
         step_gradients(
             dt, A, bias, step, by_step, read, mixed, sent, carried, by_skip, ddt, shares, program,
-            batch, length, heads, chunks, low, high, dt_row, dt_token, dt_head, ddt_row, ddt_token, ddt_head,
-            CHUNK, HEADS, HAS_BIAS, SOFTPLUS, LIMITED, SUM_SKIP,
+            batch, length, heads, chunks, state_blocks, low, high, dt_row, dt_token, dt_head,
+            ddt_row, ddt_token, ddt_head, CHUNK, HEADS, HAS_BIAS, SOFTPLUS, LIMITED, SUM_SKIP,
         )  # fmt: skip
     else:
         add_parts(
