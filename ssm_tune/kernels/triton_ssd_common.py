@@ -99,6 +99,18 @@ def write_tokens(pointer, values, place, columns, remaining, width, token_stride
         tl.store(pointer + tile, values, mask=inside)
 
 
+@triton.jit
+def within_chunk(scores, step, decay, reach, place, HAS_DOCUMENTS: tl.constexpr):
+    """What tokens j give tokens i of their chunk, (j, i), from B_j C_i: exp(decay_i - decay_j) step_j B_j C_i.
+
+    decay is in units of log 2.
+    """
+    seen = place[:, None] <= place[None, :]
+    if HAS_DOCUMENTS:
+        seen = seen & (place[:, None] >= reach[None, :])
+    return tl.where(seen, scores * tl.exp2(decay[None, :] - decay[:, None]) * step[:, None], 0.0)
+
+
 def prepare_steps(
     dt: Tensor,
     A: Tensor,

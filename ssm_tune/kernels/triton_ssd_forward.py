@@ -22,20 +22,16 @@ from ssm_tune.kernels.triton_ssd_common import (
     find_reach,
     is_even,
     read_tokens,
+    within_chunk,
     write_tokens,
 )
-
-
-@triton.jit
-def within_chunk(scores, step, decay, reach, place, HAS_DOCUMENTS: tl.constexpr):
-    """What tokens j give tokens i of their chunk, (j, i), from B_j C_i: exp(decay_i - decay_j) step_j B_j C_i.
-
-    decay is in units of log 2.
-    """
-    seen = place[:, None] <= place[None, :]
-    if HAS_DOCUMENTS:
-        seen = seen & (place[:, None] >= reach[None, :])
-    return tl.where(seen, scores * tl.exp2(decay[None, :] - decay[:, None]) * step[:, None], 0.0)
+from ssm_tune.kernels.triton_ssd_forward_tma import (
+    HEAD_DIM,
+    can_copy,
+    copied_output_kernel,
+    tiles_of_states,
+    tiles_of_tokens,
+)
 
 
 @triton.jit
@@ -158,19 +154,29 @@ def scan_forward(
     groups, state = B.shape[2:]
     if B.stride() != C.stride():
         B, C = B.contiguous(), C.contiguous()
-    sizes = block_sizes(head_dim, state, 64)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = x.new_empty((batch, heads, head_dim, state), dtype=torch.float32) if return_final_state else None
+    chunks, reach = steps.step.shape[2], None if number is None else find_reach(number)
+    initial = None if initial_state is None else initial_state.contiguous()
     D_strides = (0, 0) if D is None else (*D.stride(), 0)[:2]
+    kinds = {
+        "HAS_D": D is not None, "HAS_INITIAL": initial is not None, "HAS_FINAL": return_final_state,
+        "HAS_STATES": states is not None, "HAS_DOCUMENTS": reach is not None,
+    }  # fmt: skip
     with device_of(x):
+        if can_copy(x, B, C):
+            copied_output_kernel[heads, head_dim // HEAD_DIM, batch](
+                *(tiles_of_tokens(t, width) for t, width in ((x, HEAD_DIM), (B, state), (C, state))), D, *steps, reach,
+                initial, tiles_of_tokens(y, HEAD_DIM), final, None if states is None else tiles_of_states(states),
+                heads, chunks, heads // groups, head_dim, *D_strides,
+                CHUNK=CHUNK, HEAD_DIM=HEAD_DIM, STATE=state, **kinds, num_warps=4, num_stages=2,
+            )  # fmt: skip
+            return y, final
+        sizes = block_sizes(head_dim, state, 64)
         output_kernel[heads, -(-head_dim // sizes["HEAD_DIM"]), batch](
-            x, B, C, D, *steps, None if number is None else find_reach(number),
-            None if initial_state is None else initial_state.contiguous(), y, final, states,
-            length, heads, steps.step.shape[2], heads // groups, head_dim, state,
-            *x.stride()[:3], *B.stride()[:3], *D_strides,
+            x, B, C, D, *steps, reach, initial, y, final, states,
+            length, heads, chunks, heads // groups, head_dim, state, *x.stride()[:3], *B.stride()[:3], *D_strides,
             CHUNK=CHUNK, EVEN=is_even(length, head_dim, state, sizes), AHEAD=x.dtype != torch.float32,
-            HAS_D=D is not None, HAS_INITIAL=initial_state is not None, HAS_FINAL=return_final_state,
-            HAS_STATES=states is not None, HAS_DOCUMENTS=number is not None, PRECISION=PRECISION, num_warps=4,
-            num_stages=1, **sizes,
+            PRECISION=PRECISION, **kinds, num_warps=4, num_stages=1, **sizes,
         )  # fmt: skip
     return y, final

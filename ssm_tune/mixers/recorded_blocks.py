@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ssm_tune.kernels.devices import recorded_launches
 from ssm_tune.kernels.side_stream import first_stream
 from ssm_tune.mixers.backward_pieces import Pieces
 
@@ -73,7 +74,8 @@ class RecordedBlocks:
         # Recording computes the blocks several times. A resumed run, which records anew, has to draw what an unbroken
         # one does.
         devices = [] if kind == "cpu" else [hidden_states.device]
-        with cast, torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+        fork = torch.random.fork_rng(devices, device_type=kind if devices else "cuda")
+        with cast, fork, recorded_launches():
             warm_up(self._pass_once)
             self._record(by_pieces=around is not None)
 

@@ -12,6 +12,7 @@ from cpu_graphs import Recorder
 from tiny import tiny_model
 from torch import Tensor, nn
 
+from ssm_tune.kernels.devices import launches_are_recorded
 from ssm_tune.mixers import layer_graphs, patch_model, recorded_blocks
 from ssm_tune.mixers.layer_graphs import layer_graphs as graphs
 
@@ -144,6 +145,18 @@ def test_other_batches_go_the_usual_way(recorder: Recorder) -> None:
         model.train().backbone.layers[0].mixer.out_proj.weight.requires_grad_(False)
         loss_and_gradients(model, documents(48))
     assert (recorder.recorded, recorder.played) == (1, 1)
+
+
+def test_kernels_know_that_their_launches_are_recorded(recorder: Recorder) -> None:
+    """Forward and backward: while they are tried and recorded, not before, nor after (where the stand-in plays)."""
+    model, known = model_of("mamba2"), []
+    projection = model.backbone.layers[0].mixer.in_proj
+    projection.register_forward_hook(lambda *_: known.append(launches_are_recorded()))
+    projection.register_full_backward_hook(lambda *_: known.append(launches_are_recorded()))
+    with graphs():
+        for _ in range(2):
+            loss_and_gradients(model, documents(48))
+    assert known == [False] * 2 + [True] * 5 + [False] * 2
 
 
 def test_off_nothing_is_recorded(recorder: Recorder) -> None:

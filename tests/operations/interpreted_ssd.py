@@ -8,7 +8,8 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from ssm_tune.kernels import (
     backends,
     cuda_conv,
+    devices,
     fused_ssd_block,
     part_sums,
     recompute,
@@ -39,6 +41,8 @@ from ssm_tune.kernels import (
     triton_ssd_backward,
     triton_ssd_block,
     triton_ssd_common,
+    triton_ssd_forward,
+    triton_ssd_forward_tma,
 )
 from ssm_tune.kernels.documents import find_documents
 
@@ -237,6 +241,63 @@ def block_computes_its_scan_again() -> None:
     assert over == [True] * 3  # the gradient of what was convolved goes where that was
 
 
+@contextmanager
+def tiles_are_copied() -> Iterator[list[int]]:
+    """As where launches are recorded on a Hopper GPU; gives how often that kernel was launched."""
+    launched: list[int] = []
+
+    def can_copy(*given: Tensor) -> bool:
+        launched.append(1)
+        found = triton_ssd_forward_tma.can_copy(*given)
+        assert found
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, devices.recorded_launches():
+        patch.setattr(triton_ssd_forward_tma, "_has_engine", lambda _: True)
+        patch.setattr(triton_ssd_forward, "can_copy", can_copy)
+        yield launched
+
+
+def scan_of_copied_tiles(**settings: Any) -> None:
+    half = {"dtype": torch.float16, "tolerance": ROUNDED, "wide": WIDE}
+    tensors = ssd_tensors(**{"batch": 2, "length": 67, "heads": 2, "groups": 1, "head_dim": 64, "state": 64} | settings)
+    with tiles_are_copied() as launched:
+        scan(tensors, seq_idx=None if tensors["x"].shape[1] != 67 else seq_idx_of("start in the middle"), **half)
+    assert launched
+
+
+def copied_tiles_change_nothing() -> None:
+    """All that the other kernel writes, to the bit: heads of two blocks, rows apart, states."""
+    tensors = ssd_tensors(1, 130, 2, 128, 2, 64, without=("initial_state",))
+    x, dt, A, B, C, D, bias = (t.float() for t in tensors.values() if t is not None)
+    x, B, C = (of_a_projection(t.half()) for t in (x, B, C))
+    D = torch.stack([D] * 128, dim=1) * torch.arange(128)
+    arguments = (x, dt, A, B, C, D, bias, torch.arange(130).div(50, rounding_mode="floor").int()[None], None, True)
+    y, left = triton_ssd.scan_again(*arguments, triton_ssd_common.NO_LIMIT)
+    with tiles_are_copied() as launched:
+        again, found = triton_ssd.scan_again(*arguments, triton_ssd_common.NO_LIMIT)
+    assert launched and torch.equal(y, again) and torch.equal(left["states"], found["states"])
+
+
+def tiles_that_cannot_be_copied() -> None:
+    x, B = torch.zeros(1, 9, 2, 64).half(), torch.zeros(1, 9, 1, 64).half()
+    apart = torch.zeros(1, 9, 2, 65).half()[..., :64]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_ssd_forward_tma, "_has_engine", lambda _: True)
+        assert not triton_ssd_forward_tma.can_copy(x, B, B)  # what is launched once
+        with devices.recorded_launches():
+            assert triton_ssd_forward_tma.can_copy(x, B, B)
+            for other in (
+                apart,
+                x.float(),
+                x[..., :60],
+                x.expand(2, -1, -1, -1)[:, :, :, 1:],
+                x[:, :, :1].expand(x.shape),
+            ):
+                assert not triton_ssd_forward_tma.can_copy(other, B, B)
+            assert not triton_ssd_forward_tma.can_copy(x, B[..., :32], B[..., :32])
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"documents: {name}": lambda n=name: scan(small(), seq_idx=seq_idx_of(n)) for name in DOCUMENTS},
     **{f"length {n}": lambda n=n: scan(small(length=n)) for n in (1, 2, 64, 130)},
@@ -259,6 +320,10 @@ CASES: dict[str, Callable[[], None]] = {
     "scan again, many channels": lambda: scan_again_leaves_its_states(head_dim=70, state=20, groups=2),
     "block: scan computed again": block_computes_its_scan_again,
     "heads and states split over programs": heads_and_states_split_over_programs,
+    "copied tiles": scan_of_copied_tiles,
+    "copied tiles, whole chunks": lambda: scan_of_copied_tiles(length=128, groups=2, without=("D", "initial_state")),
+    "copied tiles, to the bit": copied_tiles_change_nothing,
+    "tiles that cannot be copied": tiles_that_cannot_be_copied,
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),
     "block: documents": block,
