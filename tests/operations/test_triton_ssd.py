@@ -153,6 +153,11 @@ def test_block_on_a_gpu(
     tensors = block_tensors(heads=8, head_dim=64, groups=2, state=128, without=without)
     settings = {"head_dim": 64, "groups": 2, "group_size": 256, "seq_idx": seq_idx_of(documents)}
     looser = DECAYS if dtype == torch.float32 else {}
+    if dtype == torch.bfloat16 and without and documents == "start in the middle":
+        # Of the head that forgets slowest what its tokens give all but cancels: a ninth of what it is without
+        # documents. Rounding of the convolution's output and of the gradients by and in front of the gate, all else in
+        # float64, brings 5.2e-2; mamba_ssm's block is off by 5.2e-2 too, this one by 5.17e-2 (on an H200).
+        looser = {"gradient of A": 6e-2}
     settings |= {"wide": WIDE, "device": "cuda", "looser": looser}
     tolerance = 3 * EXACT if dtype == torch.float32 else 2 * BFLOAT16  # the norm enlarges rounding
     assert_equals_reference("ssd_block", without_state(ssd_block), tensors, dtype, tolerance, **settings)
