@@ -21,6 +21,7 @@ Copies = dict[tuple[int, torch.dtype], Tensor]  # by the address of the weight, 
 # Kinds of device where a cast of a small weight costs a launch above all.
 DEVICES = ("cuda",)
 _ALIGNED = 64  # numbers: where each copy begins
+_PIECE, _LAUNCH = 2**14, 64  # numbers that a block of threads casts; tensors that go with one launch
 
 _local = threading.local()
 
@@ -100,14 +101,16 @@ def _holding(copies: Copies) -> Iterator[None]:
 
 @torch.no_grad()
 def _cast(layers: Sequence[CastLayer], like: Tensor) -> Copies:
+    """The copies that there are, and those that the layers lack."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
     for layer in layers:
         weights, dtype = layer.weights_to_cast(like) or ([], None)
         for weight in weights:
             plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous() and weight.numel()
-            if plain and weight.dtype != dtype and weight.device == like.device:
+            wanted = weight.dtype != dtype and weight.device == like.device
+            if plain and wanted and copy_in(weight, dtype) is None:
                 groups.setdefault((weight.dtype, dtype), []).append(weight)
-    copies: Copies = {}
+    copies: Copies = dict(getattr(_local, "copies", None) or {})
     for (_, dtype), weights in groups.items():
         copies |= _copies(weights, dtype)
     return copies
@@ -118,5 +121,9 @@ def _copies(weights: Sequence[Tensor], dtype: torch.dtype) -> Copies:
     sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in weights]
     places = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device).split(sizes)
     into = [place[: w.numel()].view(w.shape) for place, w in zip(places, weights, strict=True)]
-    torch._foreach_copy_(into, list(weights))
+    pairs: list[list[Tensor]] = [into, list(weights)]
+    if sum(sizes) <= _LAUNCH * _PIECE:
+        # One launch still, of as many blocks: PyTorch's own pieces are too long for so little.
+        pairs = [[part for tensor in side for part in tensor.view(-1).split(_PIECE)] for side in pairs]
+    torch._foreach_copy_(*pairs)
     return {(weight.data_ptr(), dtype): copy for weight, copy in zip(weights, into, strict=True)}

@@ -79,6 +79,17 @@ def test_the_same_gradients(kind: str, checkpointing: bool, monkeypatch: pytest.
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_weights_that_were_cast_before_are_not_cast_again(as_on_a_gpu: None) -> None:
+    model = make_model("mamba")
+    expected, _ = step(model)
+    weights = [p for name, p in model.named_parameters() if "lora_" in name]
+    for before, left in ((weights[:3], model.config.num_hidden_layers), (weights, 0)):
+        with cast_together.cast_at_once(before, torch.bfloat16):
+            found, casts = step(model)
+        assert (casts.single, casts.together) == (0, left)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_copies_are_never_older_than_the_weights(as_on_a_gpu: None) -> None:
     model = make_model("mamba")
     before, _ = step(model)
