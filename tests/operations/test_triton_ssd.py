@@ -28,6 +28,7 @@ import interpreted_ssd
 
 from ssm_tune.kernels import backends
 from ssm_tune.kernels.backends import Unsupported
+from ssm_tune.kernels.devices import recorded_launches
 
 HERE = Path(__file__).parent
 WIDE = interpreted_ssd.WIDE
@@ -178,6 +179,29 @@ def test_the_scan_again_leaves_its_states_on_a_gpu(length: int, head_dim: int, s
     assert (y - once).float().norm() <= 1e-3 * once.float().norm()
     states = triton_ssd_common.states_before(given["x"], given["B"], left["steps"], number, None)
     assert (left["states"] - states).float().norm() <= 4e-3 * states.float().norm() > 0
+    with recorded_launches():
+        y, found = triton_ssd.scan_again(*arguments)
+    assert (y - once).float().norm() <= 1e-3 * once.float().norm()
+    assert (found["states"] - left["states"]).float().norm() <= 1e-3 * states.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", ["no documents", "start in the middle", "padding left"])
+@pytest.mark.parametrize(("heads", "head_dim", "groups", "state"), [(4, 64, 2, 128), (2, 128, 1, 64)])
+def test_copied_tiles_on_a_gpu(
+    documents: str, heads: int, head_dim: int, groups: int, state: int, monkeypatch: pytest.MonkeyPatch, scan: Scan
+) -> None:
+    from ssm_tune.kernels import triton_ssd_forward
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("tiles are copied on Hopper GPUs")
+    chosen, can_copy = [], triton_ssd_forward.can_copy
+    monkeypatch.setattr(triton_ssd_forward, "can_copy", lambda *t: chosen.append(can_copy(*t)) or chosen[-1])
+    tensors = ssd_tensors(heads=heads, head_dim=head_dim, groups=groups, state=state)
+    settings = {"seq_idx": seq_idx_of(documents), "wide": WIDE, "device": "cuda"}
+    with recorded_launches():
+        assert_equals_reference("ssd_scan", scan, tensors, torch.bfloat16, BFLOAT16, **settings)
+    assert chosen and all(chosen)
 
 
 @pytest.mark.gpu
