@@ -15,19 +15,21 @@ from torch import Tensor
 from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.conv_gathered import remaining_rows
 from ssm_tune.kernels.cuda_tokens import ELEMENTS, MOST_ROWS, aligned, find_marks, pointer, structure, tokens_of
-from ssm_tune.kernels.devices import device_of
+from ssm_tune.kernels.devices import device_of, multiprocessors
 from ssm_tune.kernels.gradient_halves import gradient_of
 from ssm_tune.kernels.gradient_sums import second_gradient, takes_two
 from ssm_tune.kernels.part_sums import add_up, added_together
 from ssm_tune.kernels.runtime_compile import Kernel, compiled
 
 # As in conv_common.cuh.
-THREADS, CHANNELS, WARPS = 128, 128, 4
+THREADS, CHANNELS, WARPS, GROUP = 128, 128, 4, 4
 WIDTHS = (2, 3, 4)
-RUN = 32  # tokens of a warp
+SHORTEST = 32  # tokens of a run: some of its neighbours' are read, and computed in backward, as well
+LONGEST = 2**30  # tokens of a row: they are counted in 32 bits
 
-_Forward = structure("ForwardArguments", "x y", "weight bias marks", "", "length dim run")
-_Backward = structure("BackwardArguments", "x dy more dx", "weight bias marks dweight dbias", "", "length dim run")
+_SIZES = "length dim run runs count"
+_Forward = structure("ForwardArguments", "x y", "weight bias marks", "", _SIZES)
+_Backward = structure("BackwardArguments", "x dy more dx", "weight bias marks dweight dbias", "", _SIZES)
 
 
 def causal_conv1d(
@@ -68,7 +70,7 @@ def refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise Unsupported(f"a width of {weight.shape[-1]}, not one of {', '.join(map(str, WIDTHS))}")
     if dim % 4:
         raise Unsupported(f"{dim} channels, no multiple of 4")
-    if batch > MOST_ROWS or _blocks(length + weight.shape[-1]) > MOST_ROWS or x.numel() == 0:
+    if batch > MOST_ROWS or length > LONGEST or x.numel() == 0:
         raise Unsupported(f"x is {tuple(x.shape)}")
 
 
@@ -84,8 +86,21 @@ def _readable(weight: Tensor) -> Tensor:
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
-def _blocks(length: int) -> int:
-    return -(-length // (RUN * WARPS))
+def _runs(x: Tensor, blocks: int) -> dict[str, int]:
+    """How rows are cut, so that all warps run at the same time: with `blocks` blocks of a multiprocessor.
+
+    A second wave of blocks, if it is not full, leaves multiprocessors idle; and every run begins by waiting.
+    """
+    batch, length, dim = x.shape
+    warps = blocks * multiprocessors(x.device) // -(-dim // CHANNELS) * WARPS
+    runs = min(max(1, warps // batch), -(-length // SHORTEST))
+    run = -(-length // (runs * GROUP)) * GROUP
+    runs = -(-length // run)
+    return {"run": run, "runs": runs, "count": batch * runs}
+
+
+def _blocks_of_runs(count: int) -> int:
+    return -(-count // WARPS)
 
 
 class _Conv(torch.autograd.Function):
@@ -112,9 +127,11 @@ class _Conv(torch.autograd.Function):
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None, silu: bool = True) -> Tensor:
     """The forward pass, unknown to autograd: x (batch, length, dim), channels side by side; `marks` of `find_marks`."""
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    arguments = _Forward(x=tokens_of(x), y=tokens_of(y), **_common(x, weight, bias, marks))
+    defines = {"SILU": int(silu), "BLOCKS": 5 if x.dtype == torch.float32 else 7}
+    runs = _runs(x, defines["BLOCKS"])
+    arguments = _Forward(x=tokens_of(x), y=tokens_of(y), **_common(x, weight, bias, marks), **runs)
     with device_of(x):
-        _kernel("forward", x, weight, {"SILU": int(silu)}).launch(_grid(x), arguments)
+        _kernel("forward", x, weight, defines).launch(_grid(x, runs["count"]), arguments)
     return y
 
 
@@ -133,16 +150,18 @@ def convolve_backward(
     Returns:
         The gradients of weight and bias, if there is one, in the dtype of weight, if they are needed (`add_up`).
     """
-    batch, length, dim = x.shape
     first, second = (None if gradient is None else aligned(gradient) for gradient in dy)
-    parts = batch * _blocks(length) if need_weight else 0
-    by_weight, by_bias = (torch.empty(parts, *size, device=x.device) for size in ((dim, weight.shape[1]), (dim,)))
+    defines = {"SILU": int(silu), "NEED_WEIGHT": int(need_weight), "TWO": int(second is not None)}
+    # As many as the registers suffice for.
+    defines["BLOCKS"] = 3 if x.dtype == torch.float32 or (need_weight and second is not None) else 4
+    runs = _runs(x, defines["BLOCKS"])
+    parts = _blocks_of_runs(runs["count"]) if need_weight else 0
+    by_weight, by_bias = (torch.empty(parts, *size, device=x.device) for size in (weight.shape, weight.shape[:1]))
     tensors = {"x": tokens_of(x), "dy": tokens_of(first), "more": tokens_of(second), "dx": tokens_of(dx)}
     sums = {"dweight": pointer(by_weight), "dbias": pointer(by_bias)}
-    arguments = _Backward(**tensors, **sums, **_common(x, weight, bias, marks))
+    arguments = _Backward(**tensors, **sums, **_common(x, weight, bias, marks), **runs)
     with device_of(x):
-        defines = {"SILU": int(silu), "NEED_WEIGHT": int(need_weight), "TWO": int(second is not None)}
-        _kernel("backward", x, weight, defines).launch(_grid(x), arguments)
+        _kernel("backward", x, weight, defines).launch(_grid(x, runs["count"]), arguments)
     if not need_weight:
         return None, None
     by_weight = add_up(by_weight.flatten(1), weight.dtype).view(weight.shape)
@@ -151,13 +170,12 @@ def convolve_backward(
 
 def _common(x: Tensor, weight: Tensor, bias: Tensor | None, marks: Tensor | None) -> dict[str, Any]:
     pointers = {"weight": weight, "bias": bias, "marks": marks}
-    sizes = {"length": x.shape[1], "dim": x.shape[2], "run": RUN}
+    sizes = {"length": x.shape[1], "dim": x.shape[2]}
     return {name: pointer(tensor) for name, tensor in pointers.items()} | sizes
 
 
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    batch, length, dim = x.shape
-    return -(-dim // CHANNELS), _blocks(length), batch
+def _grid(x: Tensor, runs: int) -> tuple[int, int, int]:
+    return -(-x.shape[2] // CHANNELS), _blocks_of_runs(runs), 1
 
 
 def _kernel(direction: str, x: Tensor, weight: Tensor, defines: dict[str, int]) -> Kernel:

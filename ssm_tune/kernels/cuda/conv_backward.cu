@@ -10,8 +10,9 @@ struct BackwardArguments {
   Tokens x, dy, more, dx;     // more: if TWO, a second gradient by y, to be added to the first
   const void *weight, *bias;  // bias may be null
   const unsigned* marks;      // may be null
-  float *dweight, *dbias;     // (rows, blocks of tokens, dim, WIDTH) and (rows, blocks of tokens, dim)
-  int length, dim, run;       // run: tokens of a warp, a multiple of GROUP
+  float *dweight, *dbias;     // (blocks of runs, dim, WIDTH) and (blocks of runs, dim)
+  int length, dim;
+  int run, runs, count;       // a row is cut into so many runs of `run` tokens, a multiple of GROUP; count: of all rows
 };
 
 // The tokens before: their inputs, what their gradients are so far, and their places; -1: somebody else's.
@@ -127,13 +128,11 @@ __device__ __forceinline__ void one_token(Window& window, Sums& sums, const Fact
   window.shift(x, dx, own ? token : -1, to, here);
 }
 
-// Of a multiprocessor, at least: as many as need no memory for registers.
-constexpr int BLOCKS = ELEMENT == 2 || (TWO && NEED_WEIGHT) ? 3 : 4;
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_backward(const BackwardArguments given) {
-  const int warp = threadIdx.x / 32, row = blockIdx.z, length = given.length;
-  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * given.run;
+  const int warp = threadIdx.x / 32, number = blockIdx.y * WARPS + warp, length = given.length;
+  const int row = number / given.runs, begin = number % given.runs * given.run;
   const int end = length - begin > given.run ? begin + given.run : length;
+  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4;
   const bool here = channel < given.dim;
   const Factors factors(given.weight, given.bias, channel, here);
   const Marks marks(given.marks, row, length);
@@ -141,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_backward(cons
   const Line x(given.x, row, readable), to(given.dx, row, channel);
   const Slopes dy = {Line(given.dy, row, readable), Line(given.more, row, readable)};
   Sums sums = {};
-  if (begin < length) {
+  if (number < given.count) {
     Window window;
 #pragma unroll
     for (int k = 0; k < OLD; ++k) window.place[k] = -1;
@@ -223,14 +222,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_backward(cons
     for (int k = 0; k < WIDTH; ++k) all[warp][mine * WIDTH + k] = sums.weight[k][c];
   }
   __syncthreads();
-  const long long part = (long long)row * gridDim.y + blockIdx.y;
   const int first = blockIdx.x * CHANNELS, count = given.dim - first < CHANNELS ? given.dim - first : CHANNELS;
   for (int i = threadIdx.x; i < count * WIDTH; i += THREADS) {
-    given.dweight[(part * given.dim + first) * WIDTH + i] = all[0][i] + all[1][i] + all[2][i] + all[3][i];
+    given.dweight[((long long)blockIdx.y * given.dim + first) * WIDTH + i] = all[0][i] + all[1][i] + all[2][i] + all[3][i];
   }
   if (threadIdx.x < count) {
     const int i = threadIdx.x;
-    given.dbias[part * given.dim + first + i] =
+    given.dbias[(long long)blockIdx.y * given.dim + first + i] =
         all_biases[0][i] + all_biases[1][i] + all_biases[2][i] + all_biases[3][i];
   }
 }

@@ -6,7 +6,8 @@
 // them. There a token's place in registers is filled with the one GROUP tokens later as soon as it is used, so that the
 // memory always has something to do. Lanes beyond the last channel read the first ones, and write nothing.
 //
-// Given by the compiler's options, beside those of tokens.cuh: WIDTH (2, 3, 4), SILU, WEIGHT (as ELEMENT: of weights).
+// Given by the compiler's options, beside those of tokens.cuh: WIDTH (2, 3, 4), SILU, WEIGHT (as ELEMENT: of weights),
+// BLOCKS (of a multiprocessor, at least).
 
 constexpr int WARPS = 4, THREADS = 128, CHANNELS = 128, GROUP = 4, TILE = 16, OLD = WIDTH - 1;
 

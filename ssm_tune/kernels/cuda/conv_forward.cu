@@ -4,7 +4,8 @@ struct ForwardArguments {
   Tokens x, y;
   const void *weight, *bias;  // bias may be null
   const unsigned* marks;      // may be null
-  int length, dim, run;       // run: tokens of a warp, a multiple of GROUP
+  int length, dim;
+  int run, runs, count;       // a row is cut into so many runs of `run` tokens, a multiple of GROUP; count: of all rows
 };
 
 __device__ __forceinline__ void activate(float (&sum)[4]) {
@@ -14,14 +15,13 @@ __device__ __forceinline__ void activate(float (&sum)[4]) {
 #endif
 }
 
-constexpr int BLOCKS = ELEMENT == 2 ? 5 : 7;  // of a multiprocessor, at least: as many as need no memory for registers
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_forward(const ForwardArguments given) {
-  const int warp = threadIdx.x / 32, row = blockIdx.z, length = given.length;
-  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4, begin = (blockIdx.y * WARPS + warp) * given.run;
+  const int warp = threadIdx.x / 32, number = blockIdx.y * WARPS + warp, length = given.length;
+  const int row = number / given.runs, begin = number % given.runs * given.run;
   const int end = length - begin > given.run ? begin + given.run : length;
+  const int channel = blockIdx.x * CHANNELS + threadIdx.x % 32 * 4;
   const bool here = channel < given.dim;
-  if (begin >= length) return;
+  if (number >= given.count) return;
   const Factors factors(given.weight, given.bias, channel, here);
   const Marks marks(given.marks, row, length);
   const Line x(given.x, row, here ? channel : 0), y(given.y, row, channel);
