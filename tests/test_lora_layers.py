@@ -12,6 +12,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ssm_tune.kernels.backends import recorded_calls
 from ssm_tune.lora_layers import DirectLinear, _LoraLinear, cast_adapters_only
 
 INPUTS, OUTPUTS, TOKENS = 12, 20, (2, 7)
@@ -190,6 +191,29 @@ def test_narrow_layers_are_one_product_and_lose_nothing_in_rounding(inputs: int,
     truth = (y.detach(), *torch.autograd.grad(y, exact, slope.double()))
     for value, expected in zip(found, truth, strict=True):
         assert (value.double() - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), [(512, 2112), (128, 4096), (4096, 160)])
+def test_on_a_gpu_by_its_kernels(inputs: int, outputs: int, rank: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * size).bfloat16().cuda()
+
+    weight, slope = normal(outputs, inputs, size=inputs**-0.5), normal(2, 1000, outputs)
+    adapter = normal(rank, inputs, size=inputs**-0.5).float(), normal(outputs, rank, size=0.1).float()
+    leaves = [tensor.requires_grad_() for tensor in (normal(2, 1000, inputs), *adapter)]
+    with recorded_calls() as calls:
+        y = _LoraLinear.apply(leaves[0], weight, None, *leaves[1:], 0.5, None)
+        found = (y.detach(), *torch.autograd.grad(y, leaves, slope))
+    assert len(calls) >= 3 and {call.backend for call in calls} == {"triton"}
+    x, A, B = (tensor.detach().double().requires_grad_() for tensor in leaves)
+    y = x @ weight.double().t() + 0.5 * x @ A.t() @ B.t()
+    truth = (y.detach(), *torch.autograd.grad(y, (x, A, B), slope.double()))
+    for value, expected in zip(found, truth, strict=True):
+        assert (value.double() - expected).norm() <= 5e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["one input", "two inputs"])
