@@ -95,7 +95,7 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float, walk: Walk |
     x = x if x.stride(1) == 1 else x.contiguous()
     A, B = A.contiguous(), B.contiguous()
     # Where y is the smaller one, reading x again costs more than more programs save.
-    walk = walk or Walk(splits=1 if out <= channels else 2)
+    walk = walk or Walk(splits=1 if out <= channels else 2, stages=4 if rank <= 16 else 3)
     h, y = x.new_empty(tokens, rank), x.new_empty(tokens, out)
     with device_of(x):
         product_kernel[(triton.cdiv(tokens, walk.tokens), walk.splits)](
