@@ -21,7 +21,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     (
         "SSD",
         r"^_(chunk|state_passing|bmm_chunk)_|"
-        r"^(steps|output|states|state_gradients|across_chunks|within_chunk|last_gradients)_kernel$",
+        r"^(steps|(copied_)?output|states|state_gradients|across_chunks|within_chunk|last_gradients)_kernel$",
     ),
     ("convolution", r"conv1d|conv_depthwise|^conv_(slope_)?kernel$|convolve|fprop|dgrad|wgrad"),
     ("attention", r"flash|fmha|attention"),

@@ -84,6 +84,7 @@ def test_the_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         "_state_passing_fwd_kernel": "SSD",
         "_bmm_chunk_bwd_kernel": "SSD",
         "output_kernel": "SSD",
+        "copied_output_kernel": "SSD",
         "state_gradients_kernel": "SSD",
         "last_gradients_kernel": "SSD",
         "void causal_conv1d_channellast_fwd_kernel<Causal_conv1d_channellast_fwd_kernel_traits<128> >": "convolution",
