@@ -110,6 +110,6 @@ def narrow_weight_gradient(
 
 
 def _call(operation: str, rank: int, *args: Any) -> Any:
-    if rank > _HIGHEST_RANK or args[0].dtype not in _DTYPES:
+    if rank > _HIGHEST_RANK or args[0].dtype not in _DTYPES or not args[0].numel():
         return vars(products)[operation](*args)
     return backends.call(operation, *args)

@@ -17,7 +17,7 @@ from comparison import draw
 from torch import Tensor
 
 from ssm_tune import kernels
-from ssm_tune.kernels import low_rank_gradients, low_rank_product, reference, trials
+from ssm_tune.kernels import backends, low_rank_gradients, low_rank_product, reference, trials
 
 HERE = Path(__file__).parent
 # A block of columns that is cut, ranks that are filled up, tokens that no block divides.
@@ -73,6 +73,19 @@ def test_on_a_cpu(sizes: tuple[int, int, int]) -> None:
         kernels.narrow_weight_gradient(h, dy[:, 1:][1:])
     with pytest.raises(ValueError, match=r"low_rank_product: x is"):
         low_rank_product(dy[:, 1:], A, B, 0.5)
+
+
+def test_what_no_kernel_is_for_asks_for_none() -> None:
+    """Nothing is said then of a kernel that cannot serve."""
+    with backends.recorded_calls() as calls:
+        for tokens, rank, dtype in ((0, 4, torch.bfloat16), (3, 33, torch.bfloat16), (3, 4, torch.float32)):
+            h, y = low_rank_product(
+                *(torch.ones(n, 8, dtype=dtype) for n in (tokens, rank)), torch.ones(6, rank).to(dtype), 1.0
+            )
+            assert h.shape == (tokens, rank) and y.shape == (tokens, 6)
+        assert not calls
+        low_rank_product(*(torch.ones(size).bfloat16() for size in ((3, 8), (32, 8), (6, 32))), 1.0)
+    assert len(calls) == 1
 
 
 def test_all_backends_are_called_alike() -> None:
