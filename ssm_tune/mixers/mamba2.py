@@ -20,13 +20,13 @@ from ssm_tune.mixers.convolution import convolve_row, convolve_token
 from ssm_tune.mixers.decay_rates import decay_rates
 from ssm_tune.mixers.documents import document_index
 from ssm_tune.mixers.later_gradients import later_gradient, project_later, tapped
-from ssm_tune.mixers.projected_again import projected_again
+from ssm_tune.mixers.projected_again import Shares, projected_again
 from ssm_tune.mixers.projections import project
 from ssm_tune.mixers.raw_parameters import kernel_of, weight_of
 from ssm_tune.mixers.states import continued, read_states, write_states
 
-# With adapters, in_proj's output of this share of the layers is computed again in backward (`projected_again`).
-AGAIN = 0.0
+# Layers of which in_proj's output is computed again in backward: as many as it takes to 0.6 of stock's activations.
+AGAIN = Shares(frozen=0.055)
 
 
 class Mamba2Mixer(Patched):

@@ -29,6 +29,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from ssm_tune.families import family_of
 from ssm_tune.kernels import backends, fused_ssd_block, recompute
 from ssm_tune.mixers import patch_model
+from ssm_tune.mixers.projected_again import Shares
 
 WIDTHS: dict[str, dict[str, Any]] = {
     **EIGHT_HEADS,
@@ -199,8 +200,8 @@ def test_in_proj_of_some_layers_is_computed_again(
             torch.nn.init.normal_(parameter, std=0.1)
     layers, found = model.base_model.model.backbone.layers, {}
     for share in (0.0, 0.5):
-        monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", share)
-        monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", share)
+        monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", Shares(frozen=share, narrow=1.0))
+        monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", Shares(frozen=share, narrow=1.0))
         calls = [0] * len(layers)
         for number, layer in enumerate(layers):
             forward = type(layer.mixer.in_proj).forward
@@ -227,16 +228,23 @@ def counted(forward: Callable[..., Any], layer: Any, calls: list[int], number: i
     return counting
 
 
+@pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "wide"])
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-def test_trained_in_proj_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_in_proj_is_computed_again_if_it_is_narrow(
+    kind: str, narrow: bool, keep_everything: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, layout = make_model(kind), LAYOUTS["packed rows"](make_documents())
-    monkeypatch.setattr("ssm_tune.mixers.mamba.AGAIN", 1.0)
-    monkeypatch.setattr("ssm_tune.mixers.mamba2.AGAIN", 1.0)
-    calls = [0]
-    in_proj = model.backbone.layers[0].mixer.in_proj
-    monkeypatch.setattr(in_proj, "forward", counted(type(in_proj).forward, in_proj, calls, 0))
-    gradients(model, layout)
-    assert calls == [1]
+    monkeypatch.setattr(f"ssm_tune.mixers.{kind}.AGAIN", Shares(frozen=1.0, narrow=0.5))
+    monkeypatch.setattr("ssm_tune.mixers.projected_again._NARROW", model.config.hidden_size - (not narrow))
+    layers = model.backbone.layers
+    calls = [0] * len(layers)
+    for number, layer in enumerate(layers):
+        in_proj = layer.mixer.in_proj
+        monkeypatch.setattr(in_proj, "forward", counted(type(in_proj).forward, in_proj, calls, number))
+    got = gradients(model, layout)
+    assert calls == [1 + (narrow and number % 2 == 0) for number in range(len(layers))]
+    keep_everything()
+    assert_same(got, gradients(model, layout))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
