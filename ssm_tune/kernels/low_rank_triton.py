@@ -10,6 +10,7 @@ share of dh for each token. A second kernel adds the shares, always in the same 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -270,11 +271,20 @@ def narrow_weight_gradient(
 
 
 def _spread(tokens: int, columns: int, tile: Tile, device: torch.device) -> tuple[int, int, int]:
-    """Blocks of columns, parts of the tokens, and tokens of a part, for as many programs as there is room for."""
-    blocks = triton.cdiv(columns, tile.columns)
-    wanted = max(1, tile.programs * multiprocessors(device) // blocks)
-    span = tile.tokens * triton.cdiv(triton.cdiv(tokens, wanted), tile.tokens)
+    """Blocks of columns, parts of the tokens, and tokens of a part."""
+    blocks, tiles = triton.cdiv(columns, tile.columns), triton.cdiv(tokens, tile.tokens)
+    span = tile.tokens * triton.cdiv(tiles, _parts(blocks, tiles, tile.programs * multiprocessors(device)))
     return blocks, triton.cdiv(tokens, span), span
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(blocks: int, tiles: int, room: int) -> int:
+    """Into how many parts to cut so many tiles of every block, to be done soonest by programs of which there is room
+    for so many at a time; a program takes as long as two tiles to begin and to end."""
+    return min(
+        range(1, min(tiles, 4 * triton.cdiv(room, blocks)) + 1),
+        key=lambda parts: triton.cdiv(blocks * parts, room) * (triton.cdiv(tiles, parts) + 2),
+    )
 
 
 def check_dtypes(*tensors: Tensor) -> None:
