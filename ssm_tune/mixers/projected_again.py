@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ssm_tune.kernels.recompute import random_state_for, recomputable, recomputing, reference_to
 from ssm_tune.mixers.cast_together import with_these_copies
 
-
 # Channels of in_proj's input, at most, of a model that is narrow.
 _NARROW = 1024
 
