@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ssm_tune import kernels
 from ssm_tune.kernels import recompute, residual_norm_triton
-from ssm_tune.mixers import norms, patch_model
+from ssm_tune.mixers import mamba, norms, patch_model
 from ssm_tune.mixers.backward_pieces import Pieces
+from ssm_tune.mixers.projected_again import Shares
 
 TOKENS = 5
 
@@ -94,6 +95,7 @@ def main() -> None:
     norms.DEVICES = recompute.DEVICES = ("cpu",)
     found = {f"{kind} {dtype}": compare(model_of(kind), dtype == "low") for kind, dtype in json.loads(sys.argv[1])}
     found["in pieces"] = {kind: in_pieces(model_of(kind)) for kind in ("mamba", "mamba2")}
+    mamba.AGAIN = Shares()  # which asks for norms again
     model = model_of("mamba")
     for block in model.backbone.layers:
         block.mixer.in_proj.requires_grad_(False)
