@@ -27,7 +27,7 @@ from ssm_tune.mixers.projections import project, project_without_bias
 from ssm_tune.mixers.states import continued, read_states, write_states
 
 # Layers of which in_proj's output is computed again in backward: as many as it takes to 0.6 of stock's activations.
-AGAIN = Shares(frozen=0.19, narrow=0.1)
+AGAIN = Shares(frozen=0.19, narrow=0.04)
 
 
 class MambaMixer(Patched):

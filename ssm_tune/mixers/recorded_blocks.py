@@ -92,6 +92,7 @@ class RecordedBlocks:
             return pieces.forward(self.hidden_states, self.seq_idx, between if by_pieces else _nothing)
 
         self.output, plays = memory.capture_parts(forward)
+        let_workspaces_go()
         self._forward = [*[_nothing] * (self._pieces.count - len(plays)), *plays]
         self.gradient = torch.empty_like(self.output)
         self._backward: list[tuple[list[Tensor | None], list[Tensor | None], Callable[[], None]]] = []
@@ -100,6 +101,7 @@ class RecordedBlocks:
             (found, gradients), play = memory.capture(partial(pieces.backward, piece, gradients))
             # Only those by the input are handed out; the others' memory is another's as soon as they were read.
             self._backward.insert(0, (found, [] if piece else gradients, play))
+        let_workspaces_go()
 
     # -- playing --------------------------------------------------------------------------------------------------
 
@@ -178,13 +180,12 @@ class OneMemory:
 
             begin()
             result = compute(begin)
-        _let_workspaces_go()
         return result, [graph.replay for graph in graphs]
 
 
-def _let_workspaces_go() -> None:
-    """Of cuBLAS, which keeps one for every thread and stream: those of a recording are in its memory, where the next
-    recording may use it, and nobody beside."""
+def let_workspaces_go() -> None:
+    """Of cuBLAS, which keeps one for every thread and stream: that of a recorded forward pass lies in the graphs'
+    memory, where backward can use it, as that of backward does, which nobody else may use."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
