@@ -42,6 +42,7 @@ from ssm_tune.kernels.triton_ssd_common import (
     read_tokens,
     states_before,
 )
+from ssm_tune.kernels.triton_ssd_forward_tma import HEAD_DIM, can_copy, tiles_of_states, tiles_of_tokens
 from ssm_tune.kernels.triton_ssd_last_gradients import last_gradients_kernel
 
 _HEADS, _TOKENS = 8, 16  # of a program of the last kernel
@@ -254,12 +255,15 @@ def _chunk_gradients(
     )  # fmt: skip
     rest_of_B, rest_of_C = (dB[None], dC[None]) if whole else (parts_of_B[first.parts :], parts_of_C[first.parts :])
     skips = (0, 0) if D is None else (*D.stride(), 0)[:2]
+    copied = all(can_copy(t, B, C) for t in (dy, x, dx))
+    tiles = tuple(tiles_of_tokens(t, HEAD_DIM) for t in (dy, x, dx)) if copied else (dy, x, dx)
     within_chunk_kernel[(second.parts * groups * batch * chunks,)](
-        dy, x, B, C, D, *steps, reach, dstates, parts_of_B, parts_of_C, dx, rest_of_B, rest_of_C, by_step, mixed, sent,
-        by_skip, *shape, second.heads, second.parts, head_dim, state, *dy.stride()[:3], *x.stride()[:3],
-        *B.stride()[:3], *C.stride()[:3], *skips, *dx.stride()[:3], *parts_of_B.stride()[1:4],
-        *rest_of_B.stride()[:4], *rest_of_C.stride()[:4],
-        HAS_D=D is not None, WIDE_D=wide, WHOLE=whole, **common, **_sizes(within, length, head_dim, state),
+        *tiles[:2], B, C, D, *steps, reach, tiles_of_states(dstates) if copied else dstates, parts_of_B, parts_of_C,
+        tiles[2], rest_of_B, rest_of_C, by_step, mixed, sent, by_skip, *shape, second.heads, second.parts, head_dim,
+        state, *dy.stride()[:3], *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *skips, *dx.stride()[:3],
+        *parts_of_B.stride()[1:4], *rest_of_B.stride()[:4], *rest_of_C.stride()[:4],
+        HAS_D=D is not None, WIDE_D=wide, WHOLE=whole, COPIED=copied, **common,
+        **_sizes(within, length, head_dim, state),
     )  # fmt: skip
     if whole:
         parts_of_B, parts_of_C = parts_of_B[:0], parts_of_C[:0]

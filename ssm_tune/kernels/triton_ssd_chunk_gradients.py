@@ -24,6 +24,24 @@ def place_of_program(program, parts, groups, batch):
     return part.to(tl.int64), group.to(tl.int64), (program % batch).to(tl.int64), program // batch
 
 
+@triton.jit
+def read_head(
+    source, row, head, token, first, place, remaining, width, token_stride, head_stride,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """HEAD_DIM channels, from `first` on, of the tokens of a chunk that begins at `token`.
+
+    source: where the first head's channels of that token are, or, if COPIED, `tiles_of_tokens`.
+    """
+    if COPIED:
+        tile = source.load([row.to(tl.int32), tl.cast(head, tl.int32), token, first])
+        tile = tl.reshape(tile, [TOKENS, HEAD_DIM])
+    else:
+        p = first + tl.arange(0, HEAD_DIM)
+        tile = read_tokens(source + head * head_stride, place, p, remaining, width, token_stride, EVEN)
+    return tile
+
+
 @triton.jit(do_not_specialize=["batch", "length", "heads", "chunks", "heads_each", "parts", "state_blocks"])
 def across_chunks_kernel(
     dy, x, C, step, decay, reach, states, dstates, dB, dC, by_decay, carried,
@@ -102,9 +120,12 @@ def within_chunk_kernel(
     first_row, first_token, first_group, dB_part, dB_row, dB_token, dB_group, dC_part, dC_row, dC_token, dC_group,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     HAS_D: tl.constexpr, WIDE_D: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """What tokens give each other, and to the state after the chunk, for `heads_each` heads of a group.
+
+    If COPIED, dy, x and dx are `tiles_of_tokens` and dstates `tiles_of_states` of `triton_ssd_forward_tma`, which take
+    no registers for addresses.
 
     dB, dC: the gradients as far as they come from within the chunk, in parts; if WHOLE, with those of the other kernel,
     first_B and first_C, added: all of them. by_step: (batch, heads, chunks, CHUNK), the gradients of the steps.
@@ -129,9 +150,10 @@ def within_chunk_kernel(
         to_the_end = place >= tl.load(reach + CHUNK - 1)
     scores = tl.where(seen, tl.dot(b, tl.trans(c), input_precision=PRECISION), 0.0)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dy += row * dy_row + start * dy_token
-    x += row * x_row + start * x_token
-    dx += row * dx_row + start * dx_token
+    if not COPIED:
+        dy += row * dy_row + start * dy_token
+        x += row * x_row + start * x_token
+        dx += row * dx_row + start * dx_token
     first = group * heads_of_group + part * heads_each
     end = tl.minimum(first + heads_each, (group + 1) * heads_of_group)
     for head in tl.range(first, end, num_stages=STAGES):
@@ -144,8 +166,14 @@ def within_chunk_kernel(
         agreement = tl.zeros([CHUNK, CHUNK], tl.float32)
         for block in tl.static_range(BLOCKS):
             p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
-            slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
-            values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
+            slope = read_head(
+                dy, row, head, chunk * CHUNK, block * HEAD_DIM, place, remaining, head_dims, dy_token, dy_head,
+                CHUNK, HEAD_DIM, EVEN, COPIED,
+            )  # fmt: skip
+            values = read_head(
+                x, row, head, chunk * CHUNK, block * HEAD_DIM, place, remaining, head_dims, x_token, x_head,
+                CHUNK, HEAD_DIM, EVEN, COPIED,
+            )  # fmt: skip
             agreement = tl.dot(values, tl.trans(slope), acc=agreement, input_precision=PRECISION)
         if HAS_D and not WIDE_D:
             same = tl.where(place[:, None] == place[None, :], agreement, 0.0)
@@ -166,10 +194,19 @@ def within_chunk_kernel(
             p = block * HEAD_DIM + tl.arange(0, HEAD_DIM)
             some = p < head_dims
             if BLOCKS > 1:
-                slope = read_tokens(dy + head * dy_head, place, p, remaining, head_dims, dy_token, EVEN)
-                values = read_tokens(x + head * x_head, place, p, remaining, head_dims, x_token, EVEN)
-            tile = of_chunk * state_dims * head_dims
-            dstate = read_tokens(dstates + tile, n, p, state_dims, head_dims, head_dims, EVEN)
+                slope = read_head(
+                    dy, row, head, chunk * CHUNK, block * HEAD_DIM, place, remaining, head_dims, dy_token, dy_head,
+                    CHUNK, HEAD_DIM, EVEN, COPIED,
+                )  # fmt: skip
+                values = read_head(
+                    x, row, head, chunk * CHUNK, block * HEAD_DIM, place, remaining, head_dims, x_token, x_head,
+                    CHUNK, HEAD_DIM, EVEN, COPIED,
+                )  # fmt: skip
+            if COPIED:
+                dstate = dstates.load([of_chunk.to(tl.int32), 0, block * HEAD_DIM]).reshape(STATE, HEAD_DIM)
+            else:
+                tile = dstates + of_chunk * state_dims * head_dims
+                dstate = read_tokens(tile, n, p, state_dims, head_dims, head_dims, EVEN)
             arriving = tl.dot(b, dstate, input_precision=PRECISION)
             brought += tl.sum(arriving * values.to(tl.float32), axis=1)
             dvalues = arriving * reaching[:, None]
@@ -179,7 +216,11 @@ def within_chunk_kernel(
                 dvalues += skip[None, :] * slope.to(tl.float32)
             elif HAS_D:
                 dvalues += tl.load(D + head * D_head) * slope.to(tl.float32)
-            write_tokens(dx + head * dx_head, dvalues, place, p, remaining, head_dims, dx_token, EVEN)
+            if COPIED:
+                to = [row.to(tl.int32), tl.cast(head, tl.int32), chunk * CHUNK, block * HEAD_DIM]
+                dx.store(to, dvalues.to(b.dtype).reshape(1, 1, CHUNK, HEAD_DIM))
+            else:
+                write_tokens(dx + head * dx_head, dvalues, place, p, remaining, head_dims, dx_token, EVEN)
             if WIDE_D:
                 skipped = tl.sum(slope.to(tl.float32) * values.to(tl.float32), axis=0)
                 tl.store(by_skip + of_chunk * head_dims + p, skipped, mask=some)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +254,8 @@ def tiles_are_copied() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch, devices.recorded_launches():
         patch.setattr(triton_ssd_forward_tma, "_has_engine", lambda _: True)
-        patch.setattr(triton_ssd_forward, "can_copy", can_copy)
+        for module in (triton_ssd_forward, triton_ssd_backward):
+            patch.setattr(module, "can_copy", can_copy)
         yield launched
 
 
@@ -277,6 +278,24 @@ def copied_tiles_change_nothing() -> None:
     with tiles_are_copied() as launched:
         again, found = triton_ssd.scan_again(*arguments, triton_ssd_common.NO_LIMIT)
     assert launched and torch.equal(y, again) and torch.equal(left["states"], found["states"])
+
+
+def copied_tiles_change_no_gradient() -> None:
+    """To the bit: heads of two blocks, rows apart, documents, initial and final states."""
+    for length, head_dim, state, groups in ((130, 64, 64, 2), (70, 128, 128, 1)):
+        tensors = ssd_tensors(1, length, 2 * groups, head_dim, groups, state)
+        x, dt, A, B, C, D, bias, initial = (t.float() for t in tensors.values() if t is not None)
+        x, B, C = (of_a_projection(t.half()) for t in (x, B, C))
+        number = torch.arange(length).div(50, rounding_mode="floor").int()[None]
+        given = (torch.randn_like(x), x, dt, A, B, C, D, bias, number, initial, True, triton_ssd_common.NO_LIMIT)
+        found = []
+        for copied in (False, True):
+            into = {name: torch.zeros_like(t) for name, t in (("dx", x), ("ddt", dt), ("dB", B), ("dC", C))}
+            with tiles_are_copied() if copied else nullcontext([1]) as launched:
+                returned = triton_ssd_backward.scan_backward(*given, **into, dfinal=initial)
+            assert launched
+            found.append([*into.values(), *returned])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def tiles_that_cannot_be_copied() -> None:
@@ -323,6 +342,7 @@ CASES: dict[str, Callable[[], None]] = {
     "copied tiles": scan_of_copied_tiles,
     "copied tiles, whole chunks": lambda: scan_of_copied_tiles(length=128, groups=2, without=("D", "initial_state")),
     "copied tiles, to the bit": copied_tiles_change_nothing,
+    "copied tiles, gradients to the bit": copied_tiles_change_no_gradient,
     "tiles that cannot be copied": tiles_that_cannot_be_copied,
     "padding may hold anything": padding_may_hold_anything,
     "block: no documents": lambda: block("no documents"),

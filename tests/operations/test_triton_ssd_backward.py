@@ -60,3 +60,19 @@ def test_gradients_are_as_near_as_mamba_ssm_s(sizes: tuple[int, ...]) -> None:
     )
     for name, our, their in zip(NAMES, ours, theirs, strict=True):
         assert our <= max(1.1 * their, 4e-3), f"{name}: {our:.1e}, mamba_ssm's {their:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES, ids=["mamba2-1.3b", "mamba2-130m", "codestral-7b"])
+def test_recorded_launches_give_the_same_gradients(sizes: tuple[int, ...]) -> None:
+    from ssm_tune.kernels import triton_ssd
+    from ssm_tune.kernels.devices import recorded_launches
+
+    tensors = layer(*sizes)
+    dy = torch.randn_like(tensors["x"])
+    seq_idx = torch.arange(2048, device="cuda").div(300, rounding_mode="floor").int().expand(sizes[0], -1).contiguous()
+    expected = gradients(triton_ssd.ssd_scan, tensors, dy, seq_idx)
+    with recorded_launches():
+        found = gradients(triton_ssd.ssd_scan, tensors, dy, seq_idx)
+    for name, one, other in zip(NAMES, expected, found, strict=True):
+        assert torch.equal(one, other), name
