@@ -13,7 +13,6 @@ The gradients of A and B come out of the matrix product in the masters' precisio
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.nn import functional as F
 
 from ssm_tune import kernels
 from ssm_tune.kernels.products import scaled_product
-from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.cast_together import CastLayer, in_dtype
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.watched import is_watched
@@ -133,21 +131,21 @@ class _LoraLinear(torch.autograd.Function):
                 y.add_(bias)
         need_A, need_B = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(x if need_A else None, weight, low_A, low_B, h if need_B else None)
-        ctx.scale, ctx.trained, ctx.later = scale, (A, B), later
+        ctx.scale, ctx.dtypes, ctx.later = scale, (A.dtype, B.dtype), later
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, A, B, h = ctx.saved_tensors
-        to_A, to_B = ctx.trained
+        A_dtype, B_dtype = ctx.dtypes
         dA = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
             needed = A if ctx.needs_input_grad[0] else None
-            dh, dB, dx = _gradients(flat, weight, needed, B, h, ctx.scale, to_B.dtype)
+            dh, dB, dx = _gradients(flat, weight, needed, B, h, ctx.scale, B_dtype)
             dx = None if dx is None else dx.view(*dy.shape[:-1], weight.shape[1])
             if x is not None:
-                (dA,) = aside((to_A, partial(kernels.narrow_weight_gradient, dh, x.flatten(0, -2), to_A.dtype)))
+                dA = kernels.narrow_weight_gradient(dh, x.flatten(0, -2), A_dtype)
         if ctx.later is not None:
             ctx.later.set_slope(dh)
         return dx, None, None, dA, dB, None, None

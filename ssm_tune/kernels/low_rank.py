@@ -90,14 +90,11 @@ def low_rank_gradients(
     return _call("low_rank_gradients", rank, dy, B, h, scale, dtype, A)
 
 
-def narrow_weight_gradient(
-    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
-) -> Tensor:
+def narrow_weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """dy' x, the gradient of a weight, by a kernel of its own where dy is narrow.
 
     Args:
         dy: (tokens, out). x: (tokens, in). Both in one dtype.
-        into: (out, in) in `dtype`, contiguous, to be written; None: a new tensor.
 
     Returns:
         (out, in) in `dtype`; sums are in float32. Not differentiable.
@@ -106,7 +103,7 @@ def narrow_weight_gradient(
         ValueError: shapes that do not belong together.
     """
     backends.check_shapes("narrow_weight_gradient", x=(x, (len(dy), x.shape[1])))
-    return _call("narrow_weight_gradient", dy.shape[1], dy, x, dtype, into)
+    return _call("narrow_weight_gradient", dy.shape[1], dy, x, dtype)
 
 
 def _call(operation: str, rank: int, *args: Any) -> Any:

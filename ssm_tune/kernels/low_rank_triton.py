@@ -244,7 +244,7 @@ def weight_sums_kernel(
 
 
 def narrow_weight_gradient(
-    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None, tile: Tile | None = None
+    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, tile: Tile | None = None
 ) -> Tensor:
     """The operation of `ssm_tune.kernels.narrow_weight_gradient`.
 
@@ -257,7 +257,7 @@ def narrow_weight_gradient(
     padded = padded_rank(rank)
     tile = tile or Tile.fitting(padded, x.device)
     blocks, parts, span = _spread(tokens, channels, tile, x.device)
-    total = x.new_empty(rank, channels, dtype=dtype) if into is None else into
+    total = x.new_empty(rank, channels, dtype=dtype)
     shares = x.new_empty(parts, channels, padded, dtype=torch.float32)
     with device_of(x):
         shares_kernel[(blocks, parts)](

@@ -33,11 +33,9 @@ def low_rank_gradients(
     return dh, product_in(dtype, dy.t(), h), None if A is None else torch.mm(dh, A)
 
 
-def narrow_weight_gradient(
-    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
-) -> Tensor:
+def narrow_weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The operation of `ssm_tune.kernels.narrow_weight_gradient`."""
-    return product_in(dtype, dy.t(), x, into)
+    return product_in(dtype, dy.t(), x)
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -45,9 +43,9 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
 
 
-def product_in(dtype: torch.dtype, a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
+def product_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
     """The matrix product of a and b, of one dtype, in another; from lower precision to float32 without a rounding
-    between, but for a CPU. In `into`, which is of that dtype, if it is given and needs no cast."""
+    between, but for a CPU."""
     if dtype == torch.float32 and a.dtype in _LOW and a.is_cuda and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32, out=into)
-    return torch.mm(a, b, out=into if dtype == a.dtype else None).to(dtype)
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).to(dtype)

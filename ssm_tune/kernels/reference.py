@@ -322,13 +322,10 @@ def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def narrow_weight_gradient(
-    dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
-) -> Tensor:
+def narrow_weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """dy' @ x in `dtype`."""
     wide, x = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, x))
-    found = (wide.t() @ x).to(dtype)
-    return found if into is None else into.copy_(found)
+    return (wide.t() @ x).to(dtype)
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from torch.func import functional_call
 
 from ssm_tune.kernels.documents import without_waiting
 from ssm_tune.kernels.reference import PADDING
-from ssm_tune.kernels.side_stream import beside
 from ssm_tune.mixers.residual_stream import Border, pass_through
 
 
@@ -95,15 +94,12 @@ class Pieces:
         """
         aliases, before = self._aliases[piece], self._edges[piece]
         after = [pair for pair in zip(self._edges[piece + 1], gradients, strict=True) if pair[1] is not None]
-        outputs, slopes = [edge for edge, _ in after], [gradient for _, gradient in after]
-        with beside(aliases, slopes[0].device) as left:
-            found = torch.autograd.grad(outputs, [*aliases, *before], slopes, allow_unused=True)
-        by_parameters = [
-            _sum(gradient, left.get(alias)) for alias, gradient in zip(aliases, found[: len(aliases)], strict=True)
-        ]
+        found = torch.autograd.grad(
+            [edge for edge, _ in after], [*aliases, *before], [gradient for _, gradient in after], allow_unused=True
+        )
         if piece == 0:
             self._aliases, self._edges = [], []  # with all that hangs on them
-        return by_parameters, list(found[len(aliases) :])
+        return list(found[: len(aliases)]), list(found[len(aliases) :])
 
 
 class _Blocks(nn.Module):
@@ -124,12 +120,6 @@ class _Blocks(nn.Module):
 
 def _trained(blocks: nn.ModuleList) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in blocks.named_parameters() if parameter.requires_grad}
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
 
 
 def _cut(stream: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[GradientEdge, ...]]:

@@ -8,7 +8,6 @@ scan's input goes through: it is what backward comes to next.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels import narrow_weight_gradient
 from ssm_tune.kernels.recompute import Reference, graph_is_kept, recomputing, reference_to
-from ssm_tune.kernels.side_stream import aside
 from ssm_tune.mixers.master_weights import keeps_master, master_linear
 from ssm_tune.mixers.projections import project
 
@@ -58,7 +56,7 @@ class LaterGradient:
             return None
         inputs = reference().flatten(0, -2).to(slope.dtype)
         with torch.autocast(slope.device.type, enabled=False):
-            return aside((self.factor, partial(narrow_weight_gradient, slope, inputs, self.factor.dtype)))[0]
+            return narrow_weight_gradient(slope, inputs, self.factor.dtype)
 
 
 class _Tap(torch.autograd.Function):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.nn import functional as F
 
 from ssm_tune.kernels.products import product_in
 from ssm_tune.kernels.recompute import saving_less
-from ssm_tune.kernels.side_stream import Job, aside
 from ssm_tune.mixers.cast_together import cast_at_once, copy_in
 from ssm_tune.mixers.watched import is_watched
 
@@ -76,7 +74,7 @@ class _MasterLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leave: Callable[[Tensor], None] | None
     ) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        ctx.leave, ctx.trained = leave, (weight, bias)
+        ctx.leave, ctx.bias_dtype = leave, None if bias is None else bias.dtype
         copy = copy_in(weight, x.dtype)
         ctx.save_for_backward(x if need_weight else None, (weight if copy is None else copy) if need_x else None)
         # Cast here, not by autocast, which would keep the copies until it ends.
@@ -88,17 +86,15 @@ class _MasterLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx, (to_weight, to_bias) = None, ctx.trained
-        jobs: dict[str, Job] = {}
+        dx = dweight = dbias = None
         with torch.autocast(dy.device.type, enabled=False):
             flat = dy.flatten(0, -2)
             if weight is not None:
                 dx = torch.mm(flat, weight.to(dy.dtype)).view(*dy.shape[:-1], -1)
             if x is not None:
-                jobs["weight"] = (to_weight, partial(product_in, torch.float32, flat.t(), x.flatten(0, -2)))
+                dweight = product_in(torch.float32, flat.t(), x.flatten(0, -2))
             if ctx.needs_input_grad[2]:
-                jobs["bias"] = (to_bias, lambda _: flat.sum(0, dtype=torch.float32).to(to_bias.dtype))
-            found = dict(zip(jobs, aside(*jobs.values()), strict=True))
+                dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if ctx.leave is not None:
             ctx.leave(flat)
-        return dx, found.get("weight"), found.get("bias"), None
+        return dx, dweight, dbias, None

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ssm_tune.kernels.devices import recorded_launches
-from ssm_tune.kernels.side_stream import first_stream
 from ssm_tune.mixers.backward_pieces import Pieces
 
 Result = TypeVar("Result")
@@ -158,7 +157,7 @@ class OneMemory:
     """Records what functions launch, in graphs that share their memory."""
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), first_stream()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
         """What `compute` gives, and what computes that again in its place."""
@@ -175,8 +174,8 @@ class OneMemory:
                 graphs.append(torch.cuda.CUDAGraph())
                 # CUDA breaks a recording off when any thread allocates memory, as a loader's does that pins batches,
                 # or asks for an event, as NCCL's does, unless it is told that only this thread counts.
-                where = {"pool": self._pool, "stream": self._stream}
-                recording.enter_context(torch.cuda.graph(graphs[-1], **where, capture_error_mode="thread_local"))
+                graph = torch.cuda.graph(graphs[-1], pool=self._pool, capture_error_mode="thread_local")
+                recording.enter_context(graph)
 
             begin()
             result = compute(begin)
