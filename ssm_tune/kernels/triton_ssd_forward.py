@@ -166,10 +166,11 @@ def scan_forward(
     with device_of(x):
         if can_copy(x, B, C):
             copied_output_kernel[heads, head_dim // HEAD_DIM, batch](
-                *(tiles_of_tokens(t, width) for t, width in ((x, HEAD_DIM), (B, state), (C, state))), D, *steps, reach,
-                initial, tiles_of_tokens(y, HEAD_DIM), final, None if states is None else tiles_of_states(states),
-                heads, chunks, heads // groups, head_dim, *D_strides,
-                CHUNK=CHUNK, HEAD_DIM=HEAD_DIM, STATE=state, **kinds, num_warps=4, num_stages=2,
+                x, tiles_of_tokens(B, state), tiles_of_tokens(C, state), D, *steps, reach, initial,
+                tiles_of_tokens(y, HEAD_DIM), final, None if states is None else tiles_of_states(states),
+                length, heads, chunks, heads // groups, head_dim, *x.stride()[:3], *D_strides,
+                CHUNK=CHUNK, HEAD_DIM=HEAD_DIM, STATE=state, EVEN=length % CHUNK == 0, **kinds,
+                num_warps=4, num_stages=2,
             )  # fmt: skip
             return y, final
         sizes = block_sizes(head_dim, state, 64)
