@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssm_tune import kernels
-from ssm_tune.kernels.products import scaled_product
+from ssm_tune.kernels.products import narrow_gradient, narrow_linear, scaled_product
 from ssm_tune.mixers.cast_together import CastLayer, in_dtype
 from ssm_tune.mixers.later_gradients import LaterGradient, LaterLayer
 from ssm_tune.mixers.watched import is_watched
@@ -119,7 +119,7 @@ class _LoraLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             rows = x.flatten(0, -2)
             if _is_narrow(rows, weight.shape[0], len(A)):
-                h, y = kernels.narrow_linear(rows, weight, low_A, low_B, scale)
+                h, y = narrow_linear(rows, weight, low_A, low_B, scale)
             else:
                 # The adapter's part first, and the base's product added to it before anything is rounded: the other
                 # way round, a part that is smaller than a rounding of the base's output is lost in it, for every token
@@ -165,7 +165,7 @@ def _gradients(
     if A is None:
         return dh, dB, None
     if narrow:
-        return dh, dB, kernels.narrow_gradient(dy, weight, dh, A)
+        return dh, dB, narrow_gradient(dy, weight, dh, A)
     return dh, dB, (torch.mm(dh, A) if part is None else part).addmm_(dy, weight)
 
 

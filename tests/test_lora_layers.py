@@ -208,7 +208,7 @@ def test_on_a_gpu_by_its_kernels(inputs: int, outputs: int, rank: int) -> None:
     with recorded_calls() as calls:
         y = _LoraLinear.apply(leaves[0], weight, None, *leaves[1:], 0.5, None)
         found = (y.detach(), *torch.autograd.grad(y, leaves, slope))
-    assert len(calls) >= 3 and {call.backend for call in calls} == {"triton"}
+    assert len(calls) >= 2 and {call.backend for call in calls} == {"triton"}
     x, A, B = (tensor.detach().double().requires_grad_() for tensor in leaves)
     y = x @ weight.double().t() + 0.5 * x @ A.t() @ B.t()
     truth = (y.detach(), *torch.autograd.grad(y, (x, A, B), slope.double()))

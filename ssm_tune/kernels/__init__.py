@@ -8,13 +8,7 @@ device, and says why.
 
 from ssm_tune.kernels.backends import KernelChoice, KernelError, kernel_report, set_kernel_order
 from ssm_tune.kernels.conv import causal_conv1d, causal_conv1d_step
-from ssm_tune.kernels.low_rank import (
-    low_rank_gradients,
-    low_rank_product,
-    narrow_gradient,
-    narrow_linear,
-    narrow_weight_gradient,
-)
+from ssm_tune.kernels.low_rank import low_rank_gradients, low_rank_product, narrow_weight_gradient
 from ssm_tune.kernels.mamba3 import mamba3_scan, mamba3_step
 from ssm_tune.kernels.norm import add_rms_norm, gated_rms_norm, residual_rms_norm, rms_norm, rms_norm_parts
 from ssm_tune.kernels.selective_scan import selective_scan, selective_scan_step
@@ -33,8 +27,6 @@ __all__ = [
     "low_rank_product",
     "mamba3_scan",
     "mamba3_step",
-    "narrow_gradient",
-    "narrow_linear",
     "narrow_weight_gradient",
     "residual_rms_norm",
     "rms_norm",

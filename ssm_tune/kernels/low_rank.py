@@ -32,42 +32,6 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Ten
     return _call("low_rank_product", rank, x, A, B, scale)
 
 
-def narrow_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """h = scale * x A' and y = x weight' + h B', for layers that widen: in is small, out is not.
-
-    Args:
-        x: (tokens, in). weight: (out, in). A: (rank, in). B: (out, rank). All in one dtype.
-
-    Returns:
-        (tokens, rank) and (tokens, out) in that dtype; y is rounded once. Not differentiable.
-
-    Raises:
-        ValueError: shapes that do not belong together.
-    """
-    (out, channels), rank = weight.shape, len(A)
-    shapes = {"x": (x, (len(x), channels)), "A": (A, (rank, channels)), "B": (B, (out, rank))}
-    backends.check_shapes("narrow_linear", **shapes)
-    return _call("narrow_linear", rank, x, weight, A, B, scale)
-
-
-def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor:
-    """dy weight + dh A, the gradient by the input, for layers that narrow: out is small, in is not.
-
-    Args:
-        dy: (tokens, out). weight: (out, in). dh: (tokens, rank). A: (rank, in). All in one dtype.
-
-    Returns:
-        (tokens, in) in that dtype, rounded once. Not differentiable.
-
-    Raises:
-        ValueError: shapes that do not belong together.
-    """
-    (out, channels), rank = weight.shape, len(A)
-    shapes = {"dy": (dy, (len(dy), out)), "dh": (dh, (len(dy), rank)), "A": (A, (rank, channels))}
-    backends.check_shapes("narrow_gradient", **shapes)
-    return _call("narrow_gradient", rank, dy, weight, dh, A)
-
-
 def low_rank_gradients(
     dy: Tensor, B: Tensor, h: Tensor, scale: float, dtype: torch.dtype = torch.float32, A: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

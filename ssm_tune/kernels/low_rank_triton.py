@@ -22,7 +22,7 @@ from ssm_tune.kernels.backends import Unsupported
 from ssm_tune.kernels.devices import device_of, multiprocessors, shared_memory
 
 # Of the second kernel: numbers and shares that a program reads at a time, columns of dx that it writes at a time.
-_NUMBERS, _SUMMED = 512, {"PARTS": 8, "CHANNELS": 256}
+_NUMBERS, _SUMMED = 256, {"PARTS": 8, "CHANNELS": 256}
 
 
 class Tile(NamedTuple):

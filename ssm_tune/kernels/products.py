@@ -15,13 +15,14 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Ten
 
 
 def narrow_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The operation of `ssm_tune.kernels.narrow_linear`: one product of both matrices side by side."""
+    """h = scale x A' (tokens, rank) and y = x weight' + h B' (tokens, out), rounded once: one product of both matrices
+    side by side, for a narrow x, of which copies are small."""
     h = scaled_product(x, A.t(), scale)
     return h, torch.mm(torch.cat([x, h], 1), torch.cat([weight, B], 1).t())
 
 
 def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor:
-    """The operation of `ssm_tune.kernels.narrow_gradient`: one product of both matrices side by side."""
+    """dy weight + dh A (tokens, in), rounded once, as `narrow_linear`, for a narrow dy."""
     return torch.mm(torch.cat([dy, dh], 1), torch.cat([weight, A], 0))
 
 

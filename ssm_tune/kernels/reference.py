@@ -307,21 +307,6 @@ def low_rank_product(x: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Ten
 
 
 @torch.no_grad()
-def narrow_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """h = scale * x @ A', rounded to the dtype of x, and x @ weight' + h @ B'."""
-    wide, weight, A, B = (tensor.to(_accumulator(tensor.dtype)) for tensor in (x, weight, A, B))
-    h = (scale * wide @ A.t()).to(x.dtype)
-    return h, (wide @ weight.t() + h.to(B.dtype) @ B.t()).to(x.dtype)
-
-
-@torch.no_grad()
-def narrow_gradient(dy: Tensor, weight: Tensor, dh: Tensor, A: Tensor) -> Tensor:
-    """dy @ weight + dh @ A."""
-    wide, weight, dh, A = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, weight, dh, A))
-    return (wide @ weight + dh @ A).to(dy.dtype)
-
-
-@torch.no_grad()
 def narrow_weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """dy' @ x in `dtype`."""
     wide, x = (tensor.to(_accumulator(tensor.dtype)) for tensor in (dy, x))

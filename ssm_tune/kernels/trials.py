@@ -166,12 +166,6 @@ def _arguments(operation: str) -> tuple[dict[str, Tensor], dict[str, Any], set[s
     if operation == "low_rank_product":
         tensors = {"x": normal(batch * length, dim), "A": normal(state, dim), "B": normal(dim, state)}
         return tensors, {"scale": 2.0}, set()
-    if operation == "narrow_linear":
-        tensors = {"x": normal(batch * length, state), "weight": normal(dim, state)}
-        return tensors | {"A": normal(width, state), "B": normal(dim, width)}, {"scale": 2.0}, set()
-    if operation == "narrow_gradient":
-        tensors = {"dy": normal(batch * length, state), "weight": normal(state, dim)}
-        return tensors | {"dh": normal(batch * length, width), "A": normal(width, dim)}, {}, set()
     if operation == "narrow_weight_gradient":
         return {"dy": normal(batch * length, state), "x": normal(batch * length, dim)}, {}, set()
     if operation == "low_rank_gradients":

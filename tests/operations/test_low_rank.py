@@ -17,7 +17,7 @@ from comparison import draw
 from torch import Tensor
 
 from ssm_tune import kernels
-from ssm_tune.kernels import backends, low_rank_gradients, low_rank_product, reference, trials
+from ssm_tune.kernels import backends, low_rank_gradients, low_rank_product, products, reference, trials
 
 HERE = Path(__file__).parent
 # A block of columns that is cut, ranks that are filled up, tokens that no block divides.
@@ -89,18 +89,15 @@ def test_what_no_kernel_is_for_asks_for_none() -> None:
 def test_all_backends_are_called_alike() -> None:
     """As the trials call them: by names, and without what has a default."""
     pytest.importorskip("triton")
-    from ssm_tune.kernels import low_rank_triton, narrow_triton, products
+    from ssm_tune.kernels import low_rank_triton
 
     for name in (
         "low_rank_product",
         "low_rank_gradients",
-        "narrow_linear",
-        "narrow_gradient",
         "narrow_weight_gradient",
     ):
         wanted = inspect.signature(vars(kernels)[name]).parameters
-        triton = narrow_triton if name in vars(narrow_triton) else low_rank_triton
-        for module in (triton, products, reference):
+        for module in (low_rank_triton, products, reference):
             found = list(inspect.signature(vars(module)[name]).parameters.values())[: len(wanted)]
             assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted.values()], module
 
@@ -126,10 +123,10 @@ def compute_product(device: str, dtype: torch.dtype, rounding: float, sizes: lis
         check_product(by_triton(x, A, B, 0.5, walk), x, A, B, rounding)
 
 
-def check_narrow(linear: Any, gradient: Any, tensors: dict[str, Tensor], rounding: float) -> None:
+def check_narrow(tensors: dict[str, Tensor], rounding: float) -> None:
     x, A, B, weight = (tensors[name] for name in ("x", "A", "B", "weight"))
-    h, y = linear(x, weight, A, B, 0.5)
-    dx = gradient(x, weight.t().contiguous(), h, B.t().contiguous())
+    h, y = products.narrow_linear(x, weight, A, B, 0.5)
+    dx = products.narrow_gradient(x, weight.t().contiguous(), h, B.t().contiguous())
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     low, of_weight = 0.5 * wide["x"] @ wide["A"].t(), wide["x"] @ wide["weight"].t()
     for found, truth in ((h, low), (y, of_weight + h.double() @ wide["B"].t()), (dx, y.double())):
@@ -145,17 +142,7 @@ def narrow_tensors(tokens: int, out: int, rank: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_narrow_layers_on_a_cpu(sizes: tuple[int, int, int]) -> None:
     tensors = {name: tensor.float() for name, tensor in narrow_tensors(*sizes).items()}
-    for module in (kernels, reference):
-        check_narrow(module.narrow_linear, module.narrow_gradient, tensors, 1e-6)
-
-
-def compute_narrow(device: str, dtype: torch.dtype, rounding: float, sizes: list[tuple[int, int, int]]) -> None:
-    from ssm_tune.kernels.narrow_triton import Tile, narrow_gradient, narrow_linear
-
-    for size, tile in itertools.product(sizes, (None, Tile(32, 16, 16))):
-        tensors = {name: tensor.to(device, dtype) for name, tensor in narrow_tensors(*size).items()}
-        of_tile = [partial(function, tile=tile) for function in (narrow_linear, narrow_gradient)]
-        check_narrow(*of_tile, tensors, rounding)
+    check_narrow(tensors, 1e-6)
 
 
 def compute(device: str, dtype: torch.dtype, rounding: float, sizes: list[tuple[int, int, int]]) -> None:
@@ -175,7 +162,7 @@ def test_the_triton_kernels_interpreted() -> None:
     pytest.importorskip("triton")
     code = "import torch, test_low_rank as t; torch.manual_seed(0)\n"
     code += "t.compute('cpu', torch.float16, 5e-4, t.SIZES)\n"
-    code += "for compute in (t.compute_product, t.compute_narrow): compute('cpu', torch.float16, 5e-4, t.SIZES[1:2])"
+    code += "t.compute_product('cpu', torch.float16, 5e-4, t.SIZES[1:2])"
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -186,5 +173,5 @@ def test_the_triton_kernels_interpreted() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_triton_kernels_on_a_gpu(dtype: torch.dtype) -> None:
     large = [(8192, 8512, 16), (4096, 160, 16), (2048, 4096, 8), (1000, 1024, 64)]
-    for computed in (compute, compute_product, compute_narrow):
+    for computed in (compute, compute_product):
         computed("cuda", dtype, 4e-3 if dtype == torch.bfloat16 else 5e-4, [*SIZES, *large])

@@ -90,8 +90,6 @@ def test_prebuilt_kernels_serve_where_nothing_is_installed(
         "residual_rms_norm",
         "low_rank_gradients",
         "low_rank_product",
-        "narrow_gradient",
-        "narrow_linear",
         "narrow_weight_gradient",
         "rms_norm_parts",
     }  # which are ours alone
