@@ -130,6 +130,24 @@ def test_conv_of_more_tokens_than_a_launch_takes_is_refused() -> None:
         triton_conv.causal_conv1d(x, weight)
 
 
+@pytest.mark.parametrize(
+    ("block", "dtype", "shared", "stages"),
+    [
+        (2048, torch.float32, 0, 3),
+        (4096, torch.bfloat16, 232448, 1),
+        (8192, torch.bfloat16, 232448, 3),
+        (8192, torch.bfloat16, 101376, 1),
+        (8192, torch.float32, 166912, 1),
+    ],
+)
+def test_rows_of_wide_gated_norms_wait_where_shared_memory_is_large(
+    monkeypatch: pytest.MonkeyPatch, block: int, dtype: torch.dtype, shared: int, stages: int
+) -> None:
+    norm = pytest.importorskip("ssm_tune.kernels.triton_gated_norm")
+    monkeypatch.setattr(norm, "shared_memory", lambda _: shared)
+    assert norm._stages(block, (torch.empty(1, dtype=dtype),) * 3) == stages
+
+
 @pytest.mark.gpu
 @both_dtypes
 @pytest.mark.parametrize("documents", DOCUMENTS)
