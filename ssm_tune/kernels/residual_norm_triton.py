@@ -25,7 +25,9 @@ from ssm_tune.kernels.recompute import recomputable, recomputing, reference_to
 from ssm_tune.kernels.recompute_sums import add_to_sum
 
 _WIDEST = 16384  # channels: one program holds a whole row in registers
-_WARPS = 32  # of the backward pass on a multiprocessor: what its registers hold, at 64 a lane
+# Of the backward pass on a multiprocessor: what its registers hold, at 64 a lane. Without the weight's gradient more
+# programs of half the warps are as quick, and quicker where rows are wide.
+_WARPS, _WARPS_WITHOUT_WEIGHT = 32, 48
 
 
 @triton.jit
@@ -170,8 +172,8 @@ class _ResidualNorm(torch.autograd.Function):
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = torch.empty(total.shape, dtype=ctx.x_dtype, device=total.device)
         need_weight = ctx.needs_input_grad[2]
-        sizes = _sizes(dim)
-        programs = min(rows, _WARPS // sizes["num_warps"] * multiprocessors(total.device))
+        sizes, warps = (_sizes(dim), _WARPS) if need_weight else (_sizes(dim, 512), _WARPS_WITHOUT_WEIGHT)
+        programs = min(rows, warps // sizes["num_warps"] * multiprocessors(total.device))
         shares = torch.empty((programs, dim) if need_weight else (1,), dtype=torch.float32, device=total.device)
         dy = dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
@@ -192,6 +194,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _sizes(dim: int) -> dict[str, int]:
+def _sizes(dim: int, channels: int = 256) -> dict[str, int]:
+    """channels: of a warp."""
     block = triton.next_power_of_2(dim)
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256))}
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // channels))}
